@@ -1,0 +1,1 @@
+"""The coordinator: turns one request into a stream of tokens and keeps the ledger."""

@@ -1,0 +1,126 @@
+"""Attached workers: what each said of itself, and the way to write to it.
+
+The lease is the stream plus a heartbeat. A link knows no requests; the router does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from forerun.core.messages import Close, Command, Sync
+from forerun.core.params import SeqId
+from forerun.rpc import codec
+from forerun.rpc.outbox import Outbox
+from forerun.v1 import attach_pb2
+
+MOST_WAITING = 4096
+"""Frames kept for a worker that does not read; then the oldest hints go."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedHint:
+    """A draft's hint on its way to a target, unread."""
+
+    seq: SeqId
+    hint: bytes
+
+
+Outgoing = Command | RelayedHint
+
+
+@dataclass(eq=False)
+class WorkerLink:
+    """One attached worker; compared by identity."""
+
+    hello: attach_pb2.Hello
+    outbox: Outbox[Outgoing]
+    sequences: int = 0  # placed here by this coordinator and not ended
+    heard: asyncio.Event = field(default_factory=asyncio.Event)  # set by every frame
+
+    @property
+    def name(self) -> str:
+        return f"{self.hello.worker} ({self.hello.incarnation})"
+
+    @property
+    def is_target(self) -> bool:
+        return self.hello.role == attach_pb2.ROLE_TARGET
+
+    @property
+    def has_room(self) -> bool:
+        return self.sequences < self.hello.capacity
+
+    def send(self, item: Outgoing) -> None:
+        """Queue for the stream; Syncs of one sequence merge, hints go first when it is full."""
+        match item:
+            case Sync():
+                self.outbox.put(item, ("sync", item.seq), _merge_syncs)
+            case RelayedHint():
+                self.outbox.put(item, droppable=True)
+            case _:
+                self.outbox.put(item)
+
+
+def _merge_syncs(first: Outgoing, later: Outgoing) -> Outgoing:
+    assert isinstance(first, Sync) and isinstance(later, Sync)
+    return first.then(later)
+
+
+def frame_of(item: Outgoing) -> attach_pb2.CoordinatorFrame:
+    match item:
+        case RelayedHint():
+            return attach_pb2.CoordinatorFrame(target=codec.relayed_hint(item.seq, item.hint))
+        case Sync() | Close():
+            return attach_pb2.CoordinatorFrame(draft=codec.put_draft_command(item))
+        case _:
+            return attach_pb2.CoordinatorFrame(target=codec.put_target_command(item))
+
+
+class Pool:
+    """Attached workers of both roles, and who gets the next sequence."""
+
+    def __init__(self, changed: Callable[[Pool], None] = lambda pool: None) -> None:
+        self._tell = changed
+        self._links: list[WorkerLink] = []
+        self._changed = asyncio.Event()
+
+    def add(self, link: WorkerLink) -> None:
+        self._links.append(link)
+        self._changed.set()
+        self._tell(self)
+
+    def remove(self, link: WorkerLink) -> None:
+        self._links.remove(link)
+        self._tell(self)
+
+    @property
+    def targets(self) -> list[WorkerLink]:
+        return [link for link in self._links if link.is_target]
+
+    @property
+    def drafts(self) -> list[WorkerLink]:
+        return [link for link in self._links if not link.is_target]
+
+    async def target(self, refused: Iterable[WorkerLink], wait_s: float) -> WorkerLink | None:
+        """The least loaded target, waiting at most `wait_s` for one to attach."""
+        refused = list(refused)
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while True:
+            fit = [link for link in self.targets if link not in refused]
+            if fit:
+                return min(fit, key=lambda link: link.sequences)
+            self._changed.clear()
+            left = deadline - asyncio.get_running_loop().time()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                return None
+
+    def draft(self, sources: Iterable[int], refused: Iterable[WorkerLink]) -> WorkerLink | None:
+        """The least loaded draft that makes one of `sources` and has room."""
+        wanted, refused = set(sources), list(refused)
+        fit = [
+            link for link in self.drafts if link.has_room and link not in refused and wanted & set(link.hello.sources)
+        ]
+        return min(fit, key=lambda link: link.sequences, default=None)

@@ -1,0 +1,147 @@
+"""Admission, placement and the table from sequences to sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from dataclasses import dataclass
+
+from coordinator.links import Pool, WorkerLink
+from coordinator.session import Session
+from forerun.core.errors import Aborted, AlreadyExists, Exhausted, MalformedMessage, Unavailable
+from forerun.core.messages import Emit, Gap, Refused, TargetParams
+from forerun.rpc import codec
+from forerun.v1 import attach_pb2
+
+log = logging.getLogger(__name__)
+
+FIRST_WANT = 16
+"""Nodes a draft may grow before the target's first Emit says how many pay."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    max_requests: int = 256  # at once; more are refused with RESOURCE_EXHAUSTED
+    target_wait_s: float = 10.0  # how long a request waits for a target to attach
+
+
+class Router:
+    """Sessions by request id, over the attached workers."""
+
+    def __init__(self, pool: Pool, config: RouterConfig) -> None:
+        self.pool = pool
+        self._config = config
+        self._sessions: dict[str, Session] = {}
+        self._attempts = itertools.count(1)  # never used twice, so a late event finds nobody
+        self._placing: set[asyncio.Task[None]] = set()
+
+    @property
+    def session_count(self) -> int:
+        return len(self._sessions)
+
+    def admit(self, request_id: str, prompt: list[int], params: TargetParams, traceparent: str) -> Session:
+        """Raises AlreadyExists, Exhausted."""
+        if request_id in self._sessions:
+            raise AlreadyExists(f"request_id {request_id!r} is running; use another id, or abort that one")
+        if len(self._sessions) >= self._config.max_requests:
+            raise Exhausted(f"{self._config.max_requests} requests are running already; try again later")
+        session = Session(
+            request_id,
+            prompt,
+            params,
+            traceparent,
+            lambda: next(self._attempts),
+            self._replace_target,
+            self._offer_draft,
+        )
+        self._sessions[request_id] = session
+        return session
+
+    async def place(self, session: Session) -> None:
+        """Find a target, and a draft if hints may help. Raises Unavailable."""
+        target = await self.pool.target(session.refused_by, self._config.target_wait_s)
+        if target is None:
+            raise Unavailable(f"no target worker attached within {self._config.target_wait_s:g} s")
+        if session.over:
+            return
+        session.begin_on(target)
+        self._offer_draft(session)
+
+    def end(self, session: Session) -> None:
+        """Forget it, and free what it holds."""
+        session.close()
+        if self._sessions.get(session.request_id) is session:
+            del self._sessions[session.request_id]
+
+    def abort(self, request_id: str) -> bool:
+        session = self._sessions.get(request_id)
+        if session is None:
+            return False
+        session.fail(Aborted(f"request {request_id!r} was ended by Abort"))
+        return True
+
+    def _offer_draft(self, session: Session) -> None:
+        if session.draft is not None or not session.wants_draft:
+            return
+        draft = self.pool.draft(session.draft_sources, session.refused_by)
+        if draft is not None:
+            session.draft_with(draft, FIRST_WANT)
+
+    def _replace_target(self, session: Session) -> None:
+        """A target was lost or gave up: go on elsewhere, from the ledger."""
+
+        async def replace() -> None:
+            try:
+                await self.place(session)
+            except Unavailable as error:
+                session.fail(error)
+
+        task = asyncio.get_running_loop().create_task(replace())
+        self._placing.add(task)
+        task.add_done_callback(self._placing.discard)
+
+    # --- frames --------------------------------------------------------------------------------
+
+    def attached(self, link: WorkerLink) -> None:
+        self.pool.add(link)
+        log.info("attached: %s, model %s", link.name, link.hello.model)
+
+    def lost(self, link: WorkerLink) -> None:
+        self.pool.remove(link)
+        log.info("gone: %s", link.name)
+        for session in list(self._sessions.values()):
+            session.on_lost(link)
+
+    def take(self, link: WorkerLink, frame: attach_pb2.WorkerFrame) -> None:
+        """One frame of a worker. A malformed one is dropped; it ends nothing."""
+        try:
+            match frame.WhichOneof("kind"):
+                case "target":
+                    self._event(link, codec.target_event_of(frame.target))
+                case "draft" if frame.draft.WhichOneof("kind") == "hint":
+                    envelope = frame.draft.hint
+                    session = self._sessions.get(envelope.seq.request_id)
+                    if session is not None:
+                        session.on_hint(link, codec.seq_of(envelope.seq), envelope.hint)
+                case "draft":
+                    self._event(link, codec.draft_answer_of(frame.draft))
+                case "heartbeat":
+                    return
+                case kind:
+                    raise MalformedMessage(f"frame of kind {kind} after Hello")
+        except MalformedMessage as error:
+            log.warning("malformed frame from %s: %s", link.name, error)
+
+    def _event(self, link: WorkerLink, event: Emit | Gap | Refused) -> None:
+        session = self._sessions.get(event.seq.request_id)
+        if session is None:
+            return
+        match event:
+            case Emit():
+                session.on_emit(link, event)
+            case Gap():
+                session.on_gap(link, event)
+            case Refused():
+                log.warning("%s refused %s: %s", link.name, event.seq.request_id, event.reason)
+                session.on_refused(link, event)

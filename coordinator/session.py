@@ -1,0 +1,235 @@
+"""One request between its client, its target and its draft: relay, commit, emit.
+
+The ledger is the truth. A target that is lost is replaced from it, a draft that is lost is forgotten.
+Everything here runs on the event loop and never blocks; it does not know text, sockets or models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.links import RelayedHint, WorkerLink
+from forerun.core.errors import ForerunError, InvalidRequest, LedgerConflict
+from forerun.core.ledger import Ledger
+from forerun.core.messages import (
+    Close,
+    DraftParams,
+    Emit,
+    Gap,
+    Refused,
+    Start,
+    Stop,
+    Sync,
+    TargetParams,
+)
+from forerun.core.params import Finish, SeqId, Source
+from forerun.v1 import attach_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What usage reports besides lengths."""
+
+    drafted: int
+    accepted: int
+    passes: int
+
+
+class Session:
+    """The state of one request. Placing is the router's; it calls `begin_on` and `draft_with`."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: TargetParams,
+        traceparent: str,
+        next_attempt: Callable[[], int],
+        replace_target: Callable[[Session], None],
+        offer_draft: Callable[[Session], None],
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.traceparent = traceparent
+        self.ledger = Ledger(prompt)
+        self.cached = 0  # prompt tokens found in KV
+        self._emits: list[tuple[int, int, int, int]] = []  # (base_len, drafted, accepted, passes)
+        self.finish: Finish | None = None
+        self.failure: ForerunError | None = None
+        self.not_exact = False
+        self.refused_by: set[WorkerLink] = set()
+        self.target: WorkerLink | None = None
+        self.draft: WorkerLink | None = None
+        self.target_hello: attach_pb2.Hello | None = None  # of the first target
+        self._target_seq = SeqId(request_id)
+        self._draft_seq = SeqId(request_id)
+        self._want = 0
+        self._next_attempt = next_attempt
+        self._replace_target = replace_target
+        self._offer_draft = offer_draft
+        self._changed = asyncio.Event()
+
+    @property
+    def over(self) -> bool:
+        return self.finish is not None or self.failure is not None
+
+    @property
+    def wants_draft(self) -> bool:
+        """Whether hints from another process may help."""
+        return bool(self.draft_sources) and not self.over
+
+    @property
+    def draft_sources(self) -> list[Source]:
+        if self.params.max_draft_tokens == 0:
+            return []
+        sources = self.params.sources[:1] if self.params.sampling.chain_only else self.params.sources
+        return [source for source in sources if source is not Source.NGRAM]
+
+    # --- placing -------------------------------------------------------------------------------
+
+    def begin_on(self, target: WorkerLink) -> None:
+        """Start there, or go on there from the ledger."""
+        self.target = target
+        target.sequences += 1
+        self._target_seq = SeqId(self.request_id, self._next_attempt())
+        if self.target_hello is None:
+            self.target_hello = target.hello
+        elif self.target_hello.numerics_id != target.hello.numerics_id:
+            self.not_exact = True
+        tokens = tuple(self.ledger.tokens)
+        target.send(Start(self._target_seq, self.ledger.prompt_len, tokens, self.params, self.traceparent))
+
+    def draft_with(self, draft: WorkerLink, want: int) -> None:
+        """Open the sequence on a draft."""
+        self.draft = draft
+        draft.sequences += 1
+        self._draft_seq = SeqId(self.request_id, self._next_attempt())
+        self._want = want
+        self._sync_from(0)
+
+    def _sync_from(self, base_len: int, accepted: int = 0, checked: int = 0) -> None:
+        if self.draft is None:
+            return
+        params = None
+        if base_len == 0:
+            done = self.ledger.committed_len - self.ledger.prompt_len
+            params = DraftParams(self.params.sampling, self.params.max_tokens - done, self.params.ends)
+        tokens = tuple(self.ledger.tokens[base_len:])
+        sync = Sync(self._draft_seq, base_len, tokens, self._want, params, accepted, checked, self.traceparent)
+        self.draft.send(sync)
+
+    # --- what workers say ----------------------------------------------------------------------
+
+    def on_emit(self, link: WorkerLink, emit: Emit) -> None:
+        """Commit, tell the draft, then wake the client's side."""
+        if link is not self.target or emit.seq != self._target_seq or self.over:
+            return
+        base_len = self.ledger.committed_len
+        try:
+            fresh = self.ledger.commit(emit.base_len, emit.tokens)
+        except LedgerConflict:
+            self._leave_target(stop=True)
+            self._replace_target(self)
+            return
+        self._want = emit.want
+        self._emits.append((emit.base_len, emit.drafted, emit.accepted, emit.passes))
+        self.cached = max(self.cached, emit.cached)
+        self.finish = emit.finish
+        if self.over:
+            self._leave_target(stop=False)
+            self._leave_draft()
+        elif self.draft is not None:
+            if fresh:
+                self._sync_from(base_len, emit.accepted, emit.drafted)
+        elif self.wants_draft:
+            self._offer_draft(self)
+        self._changed.set()
+
+    def on_hint(self, link: WorkerLink, seq: SeqId, hint: bytes) -> None:
+        if link is self.draft and seq == self._draft_seq and self.target is not None:
+            self.target.send(RelayedHint(self._target_seq, hint))
+
+    def on_gap(self, link: WorkerLink, gap: Gap) -> None:
+        """A draft that lacks a prefix gets it; a target that does is started again."""
+        if link is self.draft and gap.seq == self._draft_seq:
+            self._sync_from(min(gap.have_len, self.ledger.committed_len))
+        elif link is self.target and gap.seq == self._target_seq:
+            self._leave_target(stop=True)
+            self.begin_on(link)
+
+    def on_refused(self, link: WorkerLink, refused: Refused) -> None:
+        if link is self.draft and refused.seq == self._draft_seq:
+            self.refused_by.add(link)
+            self._leave_draft(close=False)
+        elif link is self.target and refused.seq == self._target_seq:
+            self.refused_by.add(link)
+            self._leave_target(stop=False)
+            if refused.retryable:
+                self._replace_target(self)
+            else:
+                self.fail(InvalidRequest(refused.reason))
+
+    def on_lost(self, link: WorkerLink) -> None:
+        """A worker's stream ended."""
+        self.refused_by.discard(link)
+        if link is self.draft:
+            self.draft = None
+        elif link is self.target:
+            self.target = None
+            if not self.over:
+                self._replace_target(self)
+
+    def counts(self, completion_len: int) -> Counts:
+        """Work behind the first `completion_len` tokens: what a stop string cut off is not counted."""
+        end = self.ledger.prompt_len + completion_len
+        kept = [emit for emit in self._emits if emit[0] < end]
+        return Counts(
+            drafted=sum(drafted for _, drafted, _, _ in kept),
+            accepted=sum(min(accepted, end - base_len) for base_len, _, accepted, _ in kept),
+            passes=sum(passes for *_, passes in kept),
+        )
+
+    # --- ending --------------------------------------------------------------------------------
+
+    def fail(self, error: ForerunError) -> None:
+        """Nobody can go on with this request."""
+        self.failure = self.failure or error
+        self.close()
+
+    def close(self) -> None:
+        """Free everything in the workers. Repeatable."""
+        self._leave_target(stop=True)
+        self._leave_draft()
+        self._changed.set()
+
+    def _leave_target(self, stop: bool) -> None:
+        if self.target is not None:
+            self.target.sequences -= 1
+            if stop:
+                self.target.send(Stop(self._target_seq, self.traceparent))
+            self.target = None
+
+    def _leave_draft(self, close: bool = True) -> None:
+        if self.draft is not None:
+            self.draft.sequences -= 1
+            if close:
+                self.draft.send(Close(self._draft_seq, self.traceparent))
+            self.draft = None
+
+    # --- the client's side ---------------------------------------------------------------------
+
+    async def completion_beyond(self, length: int) -> list[int]:
+        """Completion tokens after the first `length`; waits until there are some or the answer is over.
+
+        The ledger is the buffer: a client that reads slowly costs nothing more.
+        """
+        while True:
+            have = self.ledger.committed_len - self.ledger.prompt_len
+            if self.failure is not None:
+                raise self.failure
+            if have > length or self.over:
+                return self.ledger.tokens[self.ledger.prompt_len + length :]
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,0 +1,1 @@
+"""The draft worker: grows token trees for the sequences it is told of."""

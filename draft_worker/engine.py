@@ -1,0 +1,158 @@
+"""The draft engine: choose frontier, forward, grow, for all sequences at once.
+
+It owns trees and their KV and decides nothing about any answer. It does not know coordinators or
+wire formats: commands come in as values, hints leave through `emit`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from draft_worker.sequence import DraftSequence
+from forerun.core.errors import SequenceRefused
+from forerun.core.messages import Close, DraftCommand, DraftEvent, Gap, Hinted, Refused, Sync
+from forerun.core.params import SeqId, Source
+from forerun.core.spans import Record, record_nothing
+from forerun.runtime.passes import Model
+
+Link = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """Bounds of the engine."""
+
+    source: Source = Source.MODEL  # what its hints are labelled
+    max_sequences: int = 64
+    width: int = 3  # nodes grown in one step, over all sequences; at least one each while they are few
+    prefill_chunk: int = 128
+
+
+class DraftEngine:
+    """Single-threaded: whoever calls `step` also calls `handle`."""
+
+    def __init__(
+        self,
+        model: Model,
+        vocab_size: int,
+        config: DraftConfig,
+        emit: Callable[[Link, DraftEvent], None],
+        record: Record = record_nothing,
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._config = config
+        self._emit = emit
+        self._record = record
+        self._wall_ns = wall_ns
+        self._sequences: dict[tuple[Link, SeqId], DraftSequence] = {}
+        self._gaps: dict[tuple[Link, SeqId], int] = {}  # have_len that was reported and not closed yet
+        self.steps = 0
+
+    @property
+    def sequence_count(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def progress(self) -> int:
+        return self.steps
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def handle(self, link: Link, command: DraftCommand) -> None:
+        """Apply one command. What cannot be served is refused by an event; nothing is raised."""
+        match command:
+            case Sync():
+                try:
+                    self._sync(link, command)
+                except SequenceRefused as refusal:
+                    self._drop((link, command.seq))
+                    self._emit(link, Refused(command.seq, str(refusal), traceparent=command.traceparent))
+            case Close():
+                self._drop((link, command.seq))
+
+    def drop_link(self, link: Link) -> None:
+        for key in [key for key in self._sequences if key[0] == link]:
+            self._drop(key)
+        for key in [key for key in self._gaps if key[0] == link]:
+            del self._gaps[key]
+
+    def _sync(self, link: Link, sync: Sync) -> None:
+        key = (link, sync.seq)
+        sequence = self._sequences.get(key)
+        have_len = sequence.have_len if sequence else 0
+        if sync.base_len > have_len:
+            if self._gaps.get(key) != have_len:  # one outstanding: what comes above it waits for the answer
+                self._gaps[key] = have_len
+                self._emit(link, Gap(sync.seq, have_len, sync.traceparent))
+            return
+        self._gaps.pop(key, None)
+        if sync.tokens and max(sync.tokens) >= self._model.vocab_size:
+            raise SequenceRefused(
+                f"token id {max(sync.tokens)} is outside the draft's vocabulary of {self._model.vocab_size}"
+            )
+        if sync.base_len + len(sync.tokens) >= self._model.context_limit:
+            raise SequenceRefused(f"the draft's context limit is {self._model.context_limit} tokens")
+        if sequence is not None:
+            sequence.sync(sync)
+            return
+        if len(self._sequences) >= self._config.max_sequences:
+            self._emit(
+                link,
+                Refused(
+                    sync.seq, f"the draft has {self._config.max_sequences} sequences already", True, sync.traceparent
+                ),
+            )
+            return
+        kv, limit = self._model.new_kv(), self._model.context_limit
+        self._sequences[key] = DraftSequence(link, sync, kv, self._vocab_size, limit, self._config.source, self._record)
+
+    def _drop(self, key: tuple[Link, SeqId]) -> None:
+        self._gaps.pop(key, None)
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            sequence.close()
+
+    # --- the loop ------------------------------------------------------------------------------
+
+    def hold_until(self) -> float | None:
+        """A draft waits for nothing."""
+        return None
+
+    def held_in_vain(self) -> None:
+        """Never called: nothing is held."""
+
+    def step(self) -> bool:
+        """One step: choose frontier, forward, grow. False if nothing is worth growing."""
+        frontier = self._choose_frontier()
+        if not frontier:
+            return False
+        started_ns = self._wall_ns()
+        runs = [sequence.run(row, self._config.prefill_chunk) for sequence, row in frontier]
+        logits = self._model.forward(runs)
+        ended_ns = self._wall_ns()
+        self.steps += 1
+        new: dict[tuple[Link, SeqId], list[int]] = {}
+        for (sequence, row), run, rows in zip(frontier, runs, logits, strict=True):
+            new.setdefault(sequence.key, []).extend(sequence.grow(row, run, rows, started_ns, ended_ns))
+        for key, nodes in new.items():
+            if nodes:
+                sequence = self._sequences[key]
+                self._emit(sequence.link, Hinted(sequence.seq, sequence.hint(nodes), sequence.traceparent))
+        return True
+
+    def _choose_frontier(self) -> list[tuple[DraftSequence, int]]:
+        """The best nodes of all sequences, best first; every sequence that has any gets its best one."""
+        firsts: list[tuple[float, DraftSequence, int]] = []
+        others: list[tuple[float, DraftSequence, int]] = []
+        for sequence in self._sequences.values():
+            ranked = sorted(sequence.candidates(), reverse=True)
+            firsts.extend((chance, sequence, row) for chance, row in ranked[:1])
+            others.extend((chance, sequence, row) for chance, row in ranked[1 : self._config.width])
+        spare = max(0, self._config.width - len(firsts))
+        best = firsts + heapq.nlargest(spare, others, key=lambda item: item[0])
+        return [(sequence, row) for _, sequence, row in best]

@@ -1,0 +1,47 @@
+"""The draft worker process: load a small model, attach, grow trees. Started as `forerun draft-worker`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draft_worker.engine import DraftConfig, DraftEngine
+from forerun.core.params import Source
+from forerun.runtime.serving import LoadOptions, attach, load, own_name
+from forerun.telemetry.tracing import Tracing
+from forerun.v1 import attach_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    load: LoadOptions
+    coordinators: Sequence[str]
+    max_sequences: int = 64
+    width: int = 3
+
+
+async def serve(options: DraftOptions) -> None:
+    """Runs until SIGTERM or SIGINT. Raises ModelRefused."""
+    loaded = load(options.load, draft=True)
+    source = Source.EARLY_EXIT if options.load.layers else Source.MODEL
+    worker, incarnation = own_name("draft")
+    hello = attach_pb2.Hello(
+        role=attach_pb2.ROLE_DRAFT,
+        worker=worker,
+        incarnation=incarnation,
+        model=options.load.model,
+        revision=loaded.revision,
+        numerics_id=loaded.numerics_id,
+        capacity=options.max_sequences,
+        context_limit=loaded.model.context_limit,
+        vocab_size=loaded.vocab_size,
+        sources=[int(source)],  # type: ignore[list-item]
+    )
+    tracing = Tracing.from_environment("forerun-draft")
+    config = DraftConfig(source=source, max_sequences=options.max_sequences, width=options.width)
+    await attach(
+        hello,
+        options.coordinators,
+        lambda emit: DraftEngine(loaded.model, loaded.vocab_size, config, emit, tracing.record),
+        tracing,
+    )

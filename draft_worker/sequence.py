@@ -1,0 +1,168 @@
+"""One sequence on a draft: the prefix it was told, the tree it grows, and where each node's KV lies."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.core.acceptance import Acceptance
+from forerun.core.errors import SequenceRefused
+from forerun.core.messages import Sync
+from forerun.core.params import SeqId, Source
+from forerun.core.pick import Picker
+from forerun.core.sequence import Hint, TokenSequence
+from forerun.core.spans import Record, SpanWindow
+from forerun.core.tree import ROOT, Bounds
+from forerun.runtime.passes import Cache, Run
+
+FAINT = 0.02
+"""A node less likely than this to lie on the realised path is not grown."""
+
+
+class DraftSequence:
+    """A node is *grown* when its row was computed: its KV lies in a slot and its children are known.
+
+    The root is grown when the debt is paid: kv.cached_len == committed_len.
+    """
+
+    def __init__(
+        self, link: Hashable, sync: Sync, kv: Cache, vocab_size: int, limit: int, source: Source, record: Record
+    ) -> None:
+        if sync.params is None:
+            raise SequenceRefused("the first Sync of a sequence carries its params")
+        if not sync.tokens:
+            raise SequenceRefused("the first Sync of a sequence carries its prefix, at least one token")
+        self.link = link
+        self.seq = sync.seq
+        self.params = sync.params
+        self.traceparent = sync.traceparent
+        self.want = sync.want
+        self.kv = kv
+        self.text = TokenSequence(sync.tokens, Bounds(vocab_size=vocab_size))
+        self.acceptance = Acceptance()
+        self._most_len = min(limit, len(sync.tokens) + sync.params.remaining)
+        self._picker = Picker(sync.params.sampling, vocab_size)
+        self._source = source
+        self._slots: dict[int, int] = {}  # of grown nodes below the root
+        self._growing_ns: tuple[int, int] | None = None
+        self._grown_now = 0
+        self.spans = SpanWindow(record, sync.traceparent, "draft.grow", "draft.window")
+
+    @property
+    def have_len(self) -> int:
+        return self.text.committed_len
+
+    @property
+    def debt(self) -> int:
+        return self.text.committed_len - self.kv.cached_len
+
+    # --- being told ----------------------------------------------------------------------------
+
+    def sync(self, sync: Sync) -> None:
+        """Take the prefix it states: keep the longest match, cut the rest, append. base_len <= have_len."""
+        self._close_span()
+        self.want = sync.want
+        self.acceptance.observe(sync.accepted, sync.checked)
+        overlap = self.text.tokens[sync.base_len : sync.base_len + len(sync.tokens)]
+        same = next((i for i, (a, b) in enumerate(zip(overlap, sync.tokens, strict=False)) if a != b), len(overlap))
+        if sync.base_len + same < self.have_len:
+            self._rewind(sync.base_len + same)
+        self._advance(sync.tokens[same:])
+
+    def _rewind(self, length: int) -> None:
+        if length < 1:
+            raise SequenceRefused("a Sync may not take back the first token of a sequence")
+        self.kv.free_slots(list(self._slots.values()))
+        self._slots.clear()
+        self.text.rewind(length)
+        self.kv.truncate(min(self.kv.cached_len, length))
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """Re-root; the branch that won keeps its KV, the rest is freed."""
+        if not tokens:
+            return
+        base_len, advance = self.text.committed_len, self.text.advance(tokens)
+        won = [self._slots[row] for row in advance.path if row in self._slots]
+        if won:
+            self.kv.lay_path(won, base_len)
+            self.kv.extend(base_len + len(won))
+        left = {new: self._slots[old] for old, new in advance.rows.items() if old in self._slots and new != ROOT}
+        kept = set(left.values())
+        self.kv.free_slots([slot for slot in self._slots.values() if slot not in kept])
+        self._slots = left
+
+    # --- growing -------------------------------------------------------------------------------
+
+    def candidates(self) -> Iterator[tuple[float, int]]:
+        """(chance to lie on the realised path, row) of every node that could be grown now.
+
+        One rule for run-ahead, branches at corrections and dynamic length. While the prefix is not
+        in KV only the root is one: its run pays the debt.
+        """
+        if self.want <= 0 or self.text.committed_len >= self._most_len:
+            return
+        if self.debt:
+            yield 1.0, ROOT
+            return
+        if self.text.tree.node_count >= self.want:
+            return
+        tree = self.text.tree
+        for row in range(1, len(tree)):
+            if row in self._slots or tree.tokens[row] in self.params.ends:
+                continue
+            chance = tree.reach(row)
+            # The deepest node that can be checked leaves room for the token after it.
+            if chance >= FAINT and self.text.committed_len + tree.depth(row) < self._most_len - 1:
+                yield chance, row
+
+    def run(self, row: int, chunk: int) -> Run:
+        """The rows that grow `row`: for the root its debt (a chunk of it), else the node alone."""
+        if row == ROOT:
+            start = self.kv.cached_len
+            tokens = tuple(self.text.tokens[start : start + chunk])
+            return Run(self.kv, tokens, start, logit_rows=int(start + len(tokens) == self.text.committed_len))
+        tree = self.text.tree
+        above = tree.path(row)[:-1]
+        (slot,) = self.kv.take_slots(1)
+        self._slots[row] = slot
+        start = self.text.committed_len + len(above)
+        lay = tuple(self._slots[node] for node in above)
+        return Run(self.kv, (tree.tokens[row],), start, logit_rows=1, lay=lay, keep=(slot,))
+
+    def grow(self, row: int, run: Run, logits: NDArray[np.float32], started_ns: int, ended_ns: int) -> list[int]:
+        """Children of `row` by the logits of its run; returns the new rows (none while debt is left)."""
+        self._growing_ns = (self._growing_ns[0] if self._growing_ns else started_ns, ended_ns)
+        if row == ROOT:
+            self.kv.extend(self.kv.cached_len + len(run.tokens))
+            if self.debt:
+                return []
+        tree = self.text.tree
+        before = len(tree)
+        position = self.text.committed_len + tree.depth(row)
+        guess = self._picker.guess(logits[-1], position)
+        tree.add(row, guess.first, self.acceptance.first, self._source, guess.law)
+        if guess.second is not None:
+            tree.add(row, guess.second, self.acceptance.second, self._source)
+        new = list(range(before, len(tree)))
+        self._grown_now += len(new)
+        return new
+
+    def hint(self, new: Sequence[int]) -> Hint:
+        return Hint(self.text.committed_len, self.text.tail, self.text.tree.excerpt(new))
+
+    def _close_span(self) -> None:
+        """What was grown since the last Sync is one span."""
+        if self._growing_ns is not None:
+            counts = {"forerun.base_len": self.text.committed_len, "forerun.nodes": self._grown_now}
+            self.spans.add(*self._growing_ns, counts)
+            self._growing_ns, self._grown_now = None, 0
+
+    def close(self) -> None:
+        self._close_span()
+        self.spans.close()
+
+    @property
+    def key(self) -> tuple[Hashable, SeqId]:
+        return self.link, self.seq

@@ -1,0 +1,52 @@
+"""From a failure to one line on stderr and an exit status. The boundary of both commands."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+import typer
+
+from forerun.client import Client
+from forerun.core.errors import ForerunError
+
+T = TypeVar("T")
+
+FAILED = 1
+INTERRUPTED = 130
+
+
+class CallFailed(ForerunError):
+    """A call ended with a status; the message says which, and what to do if nobody answered."""
+
+
+@contextmanager
+def explained(client: Client) -> Iterator[None]:
+    """A status from a call of `client` becomes a CallFailed."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        details = " ".join((error.details() or "no details").split())
+        silent = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if silent and not client.connected:
+            raise CallFailed(
+                f"no coordinator answers at {client.addr}: start one with `forerun up`, or name another with --addr"
+                f" ({error.code().name}: {details})"
+            ) from error
+        raise CallFailed(f"{error.code().name}: {details}") from error
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command. Every ForerunError is one line and status 1, Ctrl-C status 130."""
+    try:
+        return asyncio.run(main)
+    except ForerunError as error:
+        print(f"forerun: {error}", file=sys.stderr)
+        raise typer.Exit(FAILED) from error
+    except KeyboardInterrupt as error:
+        print("forerun: interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from error

@@ -1,0 +1,161 @@
+"""`forerun coordinator | draft-worker | target-worker | up | demo`: start services.
+
+The role packages are imported when their command runs: a coordinator must not load torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from forerun.client import Client
+from forerun.commands import failure
+from forerun.commands.generate import has_chat_template, prompt_request, run_prompt
+from forerun.core.errors import ModelRefused
+
+Model = Annotated[str, typer.Option(help="Folder in transformers' form, hub id, demo, or sim:pass=20ms,accept=0.8,...")]
+Attach = Annotated[
+    list[str], typer.Option("--attach", help="A coordinator's internal host:port, or dns:host:port; repeatable.")
+]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+
+DEMO_PROMPT = "Why is the sky blue? Answer in three sentences."
+
+
+def coordinator(
+    model: Model = "demo",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Public port: the Generation API, health, reflection.")] = 50051,
+    attach_port: Annotated[int, typer.Option(help="Internal port: workers dial it.")] = 50052,
+    grace: Annotated[float, typer.Option(help="Seconds that running answers get at SIGTERM.")] = 30.0,
+    max_requests: Annotated[int, typer.Option(min=1, help="At once; more get RESOURCE_EXHAUSTED.")] = 256,
+    target_wait: Annotated[float, typer.Option(help="Seconds a request waits for a target to attach.")] = 10.0,
+) -> None:
+    """Run a coordinator: the public API, the ledger, and the port that workers dial."""
+    from coordinator.main import CoordinatorOptions, serve
+
+    _run(serve(CoordinatorOptions(model, host, port, attach_port, grace, max_requests, target_wait)))
+
+
+def target_worker(
+    attach: Attach,
+    model: Model = "demo",
+    dtype: Dtype = "bfloat16",
+    threads: Threads = 1,
+    lookahead: Annotated[int, typer.Option(min=0, max=64, help="Nodes checked in a pass, unless a request says.")] = 8,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Sequences in a pass; more wait.")] = 16,
+    ngram: Annotated[bool, typer.Option("--ngram/--no-ngram", help="Offer prompt and output lookup.")] = True,
+) -> None:
+    """Run a target worker: the model whose words count."""
+    from forerun.runtime.serving import LoadOptions
+    from target_worker.main import TargetOptions, serve
+
+    _run(serve(TargetOptions(LoadOptions(model, dtype, threads), attach, lookahead, max_sequences, ngram)))
+
+
+def draft_worker(
+    attach: Attach,
+    model: Model = "demo",
+    dtype: Dtype = "bfloat16",
+    threads: Threads = 1,
+    layers: Annotated[int | None, typer.Option(min=1, help="Early exit: only the first layers of the model.")] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Sequences drafted for at once.")] = 64,
+    width: Annotated[int, typer.Option(min=1, help="Tree nodes grown in one step.")] = 3,
+) -> None:
+    """Run a draft worker: guesses ahead of the target."""
+    from draft_worker.main import DraftOptions, serve
+    from forerun.runtime.serving import LoadOptions
+
+    _run(serve(DraftOptions(LoadOptions(model, dtype, threads, layers), attach, max_sequences, width)))
+
+
+def up(
+    target: Annotated[str, typer.Option(help="The model whose words count: folder, hub id, demo or sim:...")] = "demo",
+    draft: Annotated[
+        str, typer.Option(help="Hint sources: early_exit, model folder or sim:..., ngram, none; joined by commas.")
+    ] = "early_exit,ngram",
+    port: Annotated[int, typer.Option(help="Public port; workers use the next one.")] = 50051,
+    dtype: Dtype = "bfloat16",
+    lookahead: Annotated[int, typer.Option(min=0, max=64, help="Nodes checked in a pass.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the early_exit draft.")] = 8,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of the target; 0: what the drafts leave.")] = 0,
+) -> None:
+    """Start coordinator, target and draft on this machine, until Ctrl-C."""
+    from forerun.up import UpOptions, started
+
+    options = UpOptions(target, _names(draft), port, dtype, lookahead, layers, threads)
+
+    async def main() -> None:
+        console = Console(stderr=True)
+        stopped = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        async with started(options) as running:
+            pids = ", ".join(f"{name} {pid}" for name, pid in running.pids().items())
+            console.print(f"ready at [bold]{running.address}[/] (processes: {pids}; logs: {running.logs})")
+            console.print(f'try: forerun generate --addr {running.address} "Why is the sky blue?"')
+            watch = asyncio.ensure_future(running.watch())
+            stop = asyncio.ensure_future(stopped.wait())
+            await asyncio.wait({watch, stop}, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            if watch.done():
+                watch.result()
+            watch.cancel()
+
+    failure.run(main())
+
+
+def demo(
+    prompt: Annotated[str, typer.Argument(help="What to answer.")] = DEMO_PROMPT,
+    target: Annotated[str, typer.Option(help="Model, as for `forerun up`.")] = "demo",
+    draft: Annotated[str, typer.Option(help="Hint sources, as for `forerun up`.")] = "early_exit,ngram",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Only matters above temperature 0.")] = None,
+) -> None:
+    """Start the three services, stream one answer, print a line of figures, stop."""
+    from forerun.up import UpOptions, started
+
+    async def main() -> None:
+        async with started(UpOptions(target, _names(draft), port=0)) as running, Client(running.address) as client:
+            with failure.explained(client):
+                chat = await has_chat_template(client)
+                knobs: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+                await run_prompt(client, prompt_request(prompt or DEMO_PROMPT, chat=chat, **knobs))
+
+    failure.run(main())
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Comma-joined sources; the commas of one sim:... belong to it."""
+    names: list[str] = []
+    for part in filter(None, text.split(",")):
+        if names and names[-1].startswith("sim:") and "=" in part:
+            names[-1] += "," + part
+        else:
+            names.append(part)
+    if not names:
+        raise ModelRefused("no hint source is named; 'none' is one")
+    return tuple(names)
+
+
+def _run(serve: Any) -> None:
+    """A role's process: plain logs on stderr; refusals are one line, faults are loud."""
+    logging.basicConfig(
+        level=os.environ.get("FORERUN_LOG", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        failure.run(serve)
+    except OSError as error:
+        print(f"forerun: {error}", file=sys.stderr)
+        raise typer.Exit(failure.FAILED) from error

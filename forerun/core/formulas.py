@@ -1,0 +1,41 @@
+"""What speculation is worth, in closed form. Time is counted in target passes.
+
+`a` is the chance that a drafted token is the target's own, independent per token; `k` the tokens
+checked in a pass; `c` the cost of one draft step; `h` the chance that the correction after a miss was
+among the branches prepared. Leviathan et al. 2023, section 3.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def expected_tokens(a: float, k: int) -> float:
+    """Tokens a pass commits: (1 - a^(k+1)) / (1 - a)."""
+    if not 0.0 <= a <= 1.0 or k < 0:
+        raise ValueError(f"acceptance must be in [0, 1] and k at least 0, not {a} and {k}")
+    return float(k + 1) if a == 1.0 else (1.0 - a ** (k + 1)) / (1.0 - a)
+
+
+def speedup_alternating(a: float, k: int, c: float) -> float:
+    """Draft k, then verify, in turn: k c + 1 for a round."""
+    return expected_tokens(a, k) / (k * c + 1.0)
+
+
+def speedup_overlapped(a: float, k: int, c: float, h: float = 0.0) -> float:
+    """Draft the next k while the pass runs. A round costs the longer of the two; when nothing that was
+    grown fits (no run-ahead held the bonus token, no branch the correction) k steps are waited for."""
+    missed = (1.0 - a ** (k + 1)) * (1.0 - h)
+    return expected_tokens(a, k) / (max(1.0, k * c) + missed * k * c)
+
+
+def acceptance(p: NDArray[np.float64], q: NDArray[np.float64]) -> float:
+    """Chance that a draft drawn from q is accepted against p by the ratio test: 1 - TV = sum min(p, q)."""
+    return float(np.minimum(p, q).sum())
+
+
+def coupled_acceptance_bound(p: NDArray[np.float64], q: NDArray[np.float64]) -> float:
+    """Lower bound on the agreement of two races on the same noise: (1 - TV) / (1 + TV)."""
+    overlap = acceptance(p, q)
+    return overlap / (2.0 - overlap)

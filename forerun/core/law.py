@@ -1,0 +1,156 @@
+"""From a row of logits to the distribution the request asked for, and draws from it.
+
+One order everywhere, since ties are normal in bfloat16: logit descending, then id ascending.
+Filters in the documented order: temperature, top_k, top_p, min_p, each on what the one before left,
+renormalised; cuts fall exactly. All arithmetic after the logits is float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.core.noise import Domain, exponentials, uniform
+from forerun.core.params import Sampling
+from forerun.core.tree import NodeLaw
+
+_NEAR = 1024
+"""Rows this long are sorted first; a nucleus that needs more is sorted whole."""
+
+Logits = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """A distribution over few or many tokens; ids not listed have probability 0."""
+
+    ids: NDArray[np.int64]  # [k] distinct
+    probabilities: NDArray[np.float64]  # [k], > 0, sum 1
+
+    def of(self, token: int) -> float:
+        at = np.flatnonzero(self.ids == token)
+        return float(self.probabilities[at[0]]) if len(at) else 0.0
+
+    def race(self, seed: int, position: int, domain: Domain = Domain.COUPLED) -> tuple[int, int | None]:
+        """Winner and runner-up of argmin E/p: an exact draw, and the best guess for another's draw.
+
+        Two laws that race on the same noise agree with chance >= (1 - TV) / (1 + TV) (Daliri et al. 2024).
+        """
+        times = exponentials(seed, position, self.ids, domain) / self.probabilities
+        first = int(np.argmin(times))
+        if len(times) == 1:
+            return int(self.ids[first]), None
+        winner = times[first]
+        times[first] = np.inf
+        second = int(np.argmin(times))
+        times[first] = winner
+        return int(self.ids[first]), int(self.ids[second])
+
+
+def greedy(logits: Logits) -> int:
+    """Lowest id among the largest logits."""
+    return int(np.argmax(logits))
+
+
+def top_two(logits: Logits) -> tuple[int, int | None]:
+    """Greedy winner and runner-up, ids ascending among ties."""
+    if len(logits) == 1:
+        return 0, None
+    first = int(np.argmax(logits))
+    rest = logits.copy()
+    rest[first] = -np.inf
+    return first, int(np.argmax(rest))
+
+
+def _ordered(logits: Logits, count: int) -> NDArray[np.int64]:
+    """Ids of the `count` first in the one order."""
+    size = len(logits)
+    if count >= size:
+        return np.argsort(-logits, kind="stable").astype(np.int64)
+    edge = np.partition(logits, size - count)[size - count]
+    candidates = np.flatnonzero(logits >= edge)
+    order = np.argsort(-logits[candidates], kind="stable")[:count]
+    return candidates[order].astype(np.int64)
+
+
+def filtered(logits: Logits, sampling: Sampling) -> Law:
+    """[vocab] float32 logits (-inf: banned) -> the law to draw from. Not for greedy sampling.
+
+    top_p keeps the shortest prefix of the order whose mass reaches it; min_p keeps what has at least
+    that fraction of the likeliest token's probability.
+    """
+    size = len(logits)
+    mass: float | None = None  # of everything top_p sees; None: of the listed ids
+    if sampling.top_k and sampling.top_k < size:
+        ids = _ordered(logits, sampling.top_k)
+    elif sampling.top_p < 1.0:
+        ids, mass = _nucleus_candidates(logits, sampling)
+    else:
+        ids = np.arange(size, dtype=np.int64)
+    scaled = logits[ids].astype(np.float64) / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    if sampling.top_p < 1.0:
+        reached = np.cumsum(weights)
+        kept = int(np.searchsorted(reached, sampling.top_p * (reached[-1] if mass is None else mass))) + 1
+        ids, weights = ids[:kept], weights[:kept]
+    keep = weights >= sampling.min_p if sampling.min_p > 0.0 else weights > 0.0
+    if not keep.all():
+        ids, weights = ids[keep], weights[keep]
+    return Law(ids, weights / weights.sum())
+
+
+def _nucleus_candidates(logits: Logits, sampling: Sampling) -> tuple[NDArray[np.int64], float]:
+    """Ids in order, at least as many as the nucleus holds, and the mass of all (relative to the peak)."""
+    scaled = logits.astype(np.float64) / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    mass = float(weights.sum())
+    ids = _ordered(logits, _NEAR)
+    if len(ids) < len(logits) and float(weights[ids].sum()) < sampling.top_p * mass:
+        ids = _ordered(logits, len(logits))
+    return ids, mass
+
+
+def draft_law(law: Law, k: int) -> NodeLaw:
+    """The renormalised top-k in the precision it travels in: the q that is used is the q that was drawn from."""
+    best = np.argsort(-law.probabilities, kind="stable")[:k]
+    rounded = (law.probabilities[best] / law.probabilities[best].sum()).astype(np.float32)
+    kept = rounded > 0
+    return NodeLaw(
+        tuple(int(token) for token in law.ids[best][kept]),
+        tuple(float(probability) for probability in rounded[kept]),
+    )
+
+
+def as_law(node_law: NodeLaw) -> Law:
+    """The exact law behind rounded wire probabilities: they are weights, normalised in float64."""
+    weights = np.asarray(node_law.probabilities, dtype=np.float64)
+    return Law(np.asarray(node_law.tokens, dtype=np.int64), weights / weights.sum())
+
+
+def point_mass(token: int) -> Law:
+    """The law of a deterministic hint."""
+    return Law(np.asarray([token], dtype=np.int64), np.ones(1))
+
+
+def residual(target: Law, draft: Law) -> Law:
+    """norm(max(p - q, 0)). Only asked for after a rejection, so some p exceeds its q."""
+    q = np.zeros_like(target.probabilities)
+    at = {int(token): row for row, token in enumerate(target.ids)}
+    for token, probability in zip(draft.ids, draft.probabilities, strict=True):
+        row = at.get(int(token))
+        if row is not None:
+            q[row] = probability
+    left = np.maximum(target.probabilities - q, 0.0)
+    keep = left > 0.0
+    if not keep.any():  # p and q agree to the last bit: a rejection had no chance to happen
+        return target
+    return Law(target.ids[keep], left[keep] / left[keep].sum())
+
+
+def judge(target: Law, draft: Law, token: int, seed: int, position: int) -> int:
+    """Speculative sampling of one drafted token (Leviathan 2023, Chen 2023): itself, or a replacement."""
+    if uniform(seed, position, Domain.ACCEPT) * draft.of(token) < target.of(token):
+        return token
+    return residual(target, draft).race(seed, position, Domain.RESIDUAL)[0]

@@ -1,0 +1,294 @@
+"""The worker's side of Attach: dial every coordinator, say hello, pump frames, come back when cut off.
+
+One engine, many links. The engine runs in a thread of its own and sees commands as values; a frame
+that makes no sense refuses its sequence and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc.aio
+
+from forerun.core.errors import MalformedMessage
+from forerun.core.messages import Command, Emit, Event, Hinted, Refused
+from forerun.core.params import SeqId
+from forerun.core.sequence import Hint
+from forerun.core.tree import ROOT
+from forerun.rpc import codec
+from forerun.rpc.options import client_options
+from forerun.rpc.outbox import Outbox
+from forerun.v1 import attach_pb2, attach_pb2_grpc, common_pb2
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.5
+RETRY_S = (0.1, 2.0)
+RESOLVE_S = 5.0
+
+
+class Engine(Protocol):
+    """What target and draft engines have in common."""
+
+    def handle(self, link: Any, command: Any) -> None: ...
+
+    def drop_link(self, link: Any) -> None: ...
+
+    def step(self) -> bool: ...
+
+    def hold_until(self) -> float | None: ...
+
+    def held_in_vain(self) -> None: ...
+
+    @property
+    def progress(self) -> int: ...
+
+    @property
+    def sequence_count(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """Put in the inbox when a link is gone."""
+
+
+class EngineThread:
+    """Drains the inbox, then steps, for ever. An error in the engine ends the process, loudly."""
+
+    def __init__(self, engine: Engine, failed: Callable[[BaseException], None]) -> None:
+        self._engine = engine
+        self._failed = failed
+        self._inbox: queue.SimpleQueue[tuple[str, Command | _Dropped] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, link: str, command: Command | _Dropped) -> None:
+        self._inbox.put((link, command))
+
+    def stop(self) -> None:
+        """Returns when the engine has finished the step it is in."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            worked = False
+            while self._drain(0.0 if worked else IDLE_S) and self._hold():
+                worked = self._engine.step()
+        except BaseException as error:
+            self._failed(error)
+
+    def _drain(self, wait_s: float) -> bool:
+        """Handle what is there, waiting at most `wait_s` for the first. False: stop."""
+        try:
+            item = self._inbox.get(timeout=wait_s) if wait_s > 0 else self._inbox.get_nowait()
+            while True:
+                if item is None:
+                    return False
+                link, command = item
+                if isinstance(command, _Dropped):
+                    self._engine.drop_link(link)
+                else:
+                    self._engine.handle(link, command)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _hold(self) -> bool:
+        """Hold the next pass back as long as the engine's patience says. False: stop."""
+        deadline = self._engine.hold_until()
+        while deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._engine.held_in_vain()
+                return True
+            if not self._drain(left):
+                return False
+            if self._engine.hold_until() is None:
+                return True
+        return True
+
+
+class Worker:
+    """Attaches one engine to coordinators."""
+
+    def __init__(self, hello: attach_pb2.Hello, coordinators: Sequence[str]) -> None:
+        self._hello = hello
+        self._coordinators = coordinators
+        self._outboxes: dict[str, Outbox[Event]] = {}
+        self._failure: BaseException | None = None
+        self._stopping = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._serial = 0
+        self.attached = asyncio.Event()
+
+    def emit(self, link: Any, event: Event) -> None:
+        """The engine's way out; from its thread. Events of a link that is gone are dropped."""
+        outbox = self._outboxes.get(link)
+        if outbox is None:
+            return
+        match event:
+            case Emit():
+                outbox.put(event, ("emit", event.seq), _merge_emits)
+            case Hinted():
+                outbox.put(event, ("hint", event.seq, event.hint.base_len, event.hint.tail), _merge_hints, True)
+            case _:
+                outbox.put(event)
+
+    async def run(self, engine: Engine) -> None:
+        """Serve until `stop`. Raises what the engine raised, if it failed."""
+        thread = EngineThread(engine, self._engine_failed)
+        thread.start()
+        links: dict[str, asyncio.Task[None]] = {}
+        try:
+            while not self._stopping.is_set():
+                for address in await self._addresses():
+                    if address not in links or links[address].done():
+                        links[address] = asyncio.create_task(self._keep_attached(address, engine, thread))
+                try:
+                    await asyncio.wait_for(self._stopping.wait(), RESOLVE_S)
+                except TimeoutError:
+                    continue
+        finally:
+            for task in links.values():
+                task.cancel()
+            await asyncio.gather(*links.values(), return_exceptions=True)
+            if self._failure is None:
+                await asyncio.to_thread(thread.stop)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _engine_failed(self, error: BaseException) -> None:
+        self._failure = error
+        self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def _addresses(self) -> list[str]:
+        """`host:port` as it is; `dns:host:port` as every address the name has now."""
+        found: list[str] = []
+        for coordinator in self._coordinators:
+            if not coordinator.startswith("dns:"):
+                found.append(coordinator)
+                continue
+            host, _, port = coordinator.removeprefix("dns:").rpartition(":")
+            try:
+                infos = await self._loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            except OSError as error:
+                log.warning("cannot resolve %s: %s", host, error)
+                continue
+            found.extend(
+                f"[{info[4][0]}]:{port}" if ":" in str(info[4][0]) else f"{info[4][0]}:{port}" for info in infos
+            )
+        return list(dict.fromkeys(found))
+
+    async def _keep_attached(self, address: str, engine: Engine, thread: EngineThread) -> None:
+        delay = RETRY_S[0]
+        while not self._stopping.is_set():
+            began = self._loop.time()
+            try:
+                await self._attach(address, engine, thread)
+            except grpc.aio.AioRpcError as error:
+                log.info("coordinator %s: %s %s", address, error.code().name, error.details())
+            delay = RETRY_S[0] if self._loop.time() - began > RETRY_S[1] else min(2 * delay, RETRY_S[1])
+            await asyncio.sleep(delay)
+
+    async def _attach(self, address: str, engine: Engine, thread: EngineThread) -> None:
+        """One stream, from hello to its end."""
+        async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
+            call = attach_pb2_grpc.AttachmentStub(channel).Attach()
+            await call.write(attach_pb2.WorkerFrame(hello=self._hello))
+            first = await call.read()
+            if first is grpc.aio.EOF or not first.HasField("welcome"):
+                raise MalformedMessage(f"{address} did not answer Hello with Welcome")
+            self._serial += 1
+            link = f"{address}#{self._serial}"
+            outbox = self._outboxes[link] = Outbox[Event](self._loop)
+            self.attached.set()
+            log.info("attached to %s as %s", first.welcome.coordinator, self._hello.worker)
+            beat_s = first.welcome.heartbeat_ms / 1000
+            writer = asyncio.create_task(_write(call, outbox))
+            heart = asyncio.create_task(_beat(call, engine, beat_s))
+            try:
+                while (frame := await call.read()) is not grpc.aio.EOF:
+                    self._take(link, frame, thread)
+            finally:
+                del self._outboxes[link]
+                thread.put(link, _Dropped())
+                writer.cancel()
+                heart.cancel()
+                await asyncio.gather(writer, heart, return_exceptions=True)
+                call.cancel()
+
+    def _take(self, link: str, frame: attach_pb2.CoordinatorFrame, thread: EngineThread) -> None:
+        try:
+            match frame.WhichOneof("kind"):
+                case "target":
+                    thread.put(link, codec.target_command_of(frame.target))
+                case "draft":
+                    thread.put(link, codec.draft_command_of(frame.draft))
+                case kind:
+                    raise MalformedMessage(f"frame of kind {kind} is not for a worker")
+        except MalformedMessage as error:
+            log.warning("malformed frame on %s: %s", link, error)
+            # A bad hint is dropped; any other command about a sequence refuses that sequence.
+            for seq in _sequences_of(frame):
+                self.emit(link, Refused(seq, f"malformed message: {error}"))
+
+
+def _sequences_of(frame: attach_pb2.CoordinatorFrame) -> Iterator[SeqId]:
+    named: list[common_pb2.Seq] = []
+    if frame.HasField("target") and frame.target.HasField("start"):
+        named.append(frame.target.start.seq)
+    if frame.HasField("draft") and frame.draft.HasField("sync"):
+        named.append(frame.draft.sync.seq)
+    for seq in named:
+        if seq.request_id:
+            yield codec.seq_of(seq)
+
+
+async def _write(call: Any, outbox: Outbox[Event]) -> None:
+    while True:
+        for event in await outbox.take():
+            await call.write(encode(event))
+
+
+async def _beat(call: Any, engine: Engine, every_s: float) -> None:
+    before = -1
+    while True:
+        progress = engine.progress
+        beat = attach_pb2.Heartbeat(progress=progress, sequences=engine.sequence_count, idle=progress == before)
+        await call.write(attach_pb2.WorkerFrame(heartbeat=beat))
+        before = progress
+        await asyncio.sleep(every_s)
+
+
+def encode(event: Event) -> attach_pb2.WorkerFrame:
+    """Gap and Refused exist for both roles and are told apart by who holds the link."""
+    if isinstance(event, Emit):
+        return attach_pb2.WorkerFrame(target=codec.put_target_event(event))
+    return attach_pb2.WorkerFrame(draft=codec.put_draft_event(event))
+
+
+def _merge_emits(first: Event, later: Event) -> Event:
+    assert isinstance(first, Emit) and isinstance(later, Emit)
+    return first.then(later)
+
+
+def _merge_hints(first: Event, later: Event) -> Event:
+    """Union below the same prefix."""
+    assert isinstance(first, Hinted) and isinstance(later, Hinted)
+    merged = first.hint.tree.excerpt(range(len(first.hint.tree)))
+    merged.graft(later.hint.tree, ROOT)
+    return Hinted(first.seq, Hint(first.hint.base_len, first.hint.tail, merged), later.traceparent)

@@ -1,0 +1,150 @@
+"""A simulated model: stated pass time, acceptance and vocabulary, everything else real.
+
+    sim:pass=20ms,row=0.2ms,accept=0.8,vocab=1000,context=4096
+
+The target's next token is a hash of the tokens before it, read back *from the KV columns*, so a
+wrong rollback changes the text as it would with a real model. A draft of the same name guesses that
+token with chance `accept`, decided by the same hash, and another one otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.core.errors import ModelRefused
+from forerun.runtime.passes import Run
+
+PREFIX = "sim:"
+_PEAK = 30.0
+"""Logit of the right token: no temperature up to 2 makes another one likely."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimSpec:
+    """What is simulated. Times in seconds."""
+
+    pass_s: float = 0.020  # a target pass
+    row_s: float = 0.0  # each further row of it
+    step_s: float = 0.002  # a draft step
+    accept: float = 0.8  # chance that the draft's first guess is the target's token
+    vocab: int = 1000
+    context: int = 4096
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, model: str) -> SimSpec:
+        """Raises ModelRefused naming the key or value that is wrong and what would be right."""
+        names = {"pass": "pass_s", "row": "row_s", "step": "step_s"}
+        known = {field.name for field in fields(cls)}
+        values: dict[str, float | int] = {}
+        for part in filter(None, model.removeprefix(PREFIX).split(",")):
+            key, _, text = part.partition("=")
+            name = names.get(key, key)
+            if name not in known or key in ("pass_s", "row_s", "step_s"):
+                known_keys = "pass, row, step, accept, vocab, context, seed"
+                raise ModelRefused(f"simulated model has no {key!r}; it has {known_keys}")
+            match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)?", text)
+            if not match or (match[2] is not None) != name.endswith("_s"):
+                right = "a time such as 20ms" if name.endswith("_s") else "a number"
+                raise ModelRefused(f"{key}={text!r} is not {right}")
+            scale = {"us": 1e-6, "ms": 1e-3, "s": 1.0, None: 1.0}[match[2]]
+            values[name] = float(match[1]) * scale if name.endswith("_s") or name == "accept" else int(float(match[1]))
+        spec = cls(**values)  # type: ignore[arg-type]
+        if not 0.0 <= spec.accept <= 1.0 or spec.vocab < 2 or spec.context < 2:
+            raise ModelRefused("a simulated model needs accept in [0, 1], vocab and context of at least 2")
+        return spec
+
+
+class SimKV:
+    """Columns hold token ids."""
+
+    def __init__(self) -> None:
+        self.cached_len = 0
+        self.columns: list[int] = []
+        self.slots: dict[int, int] = {}
+        self._next_slot = 0
+
+    @property
+    def bytes(self) -> int:
+        return 8 * (len(self.columns) + len(self.slots))
+
+    def truncate(self, length: int) -> None:
+        if length > self.cached_len:
+            raise ValueError(f"cannot truncate to {length}: only {self.cached_len} tokens are cached")
+        self.cached_len = length
+
+    def extend(self, length: int) -> None:
+        self.cached_len = length
+
+    def take_slots(self, count: int) -> list[int]:
+        taken = list(range(self._next_slot, self._next_slot + count))
+        self._next_slot += count
+        return taken
+
+    def free_slots(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            del self.slots[slot]
+
+    def lay_path(self, slots: Sequence[int], start: int) -> None:
+        self.columns[start : start + len(slots)] = [self.slots[slot] for slot in slots]
+
+
+class SimModel:
+    """`Model` without weights. role decides which time a pass takes and whether guesses may be wrong."""
+
+    def __init__(self, spec: SimSpec, draft: bool, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.spec = spec
+        self.vocab_size = spec.vocab
+        self.context_limit = spec.context
+        self._draft = draft
+        self._sleep = sleep
+
+    def new_kv(self) -> SimKV:
+        return SimKV()
+
+    def forward(self, runs: Sequence[Run]) -> list[NDArray[np.float32]]:
+        began = time.perf_counter()
+        answers = []
+        rows = 0
+        for run in runs:
+            kv = cast(SimKV, run.kv)
+            if run.lay:
+                kv.lay_path(run.lay, run.start - len(run.lay))
+            kv.columns[run.start : run.start + len(run.tokens)] = run.tokens
+            kv.slots.update(zip(run.keep, run.tokens, strict=False))
+            rows += len(run.tokens)
+            ends = range(run.start + len(run.tokens) - run.logit_rows + 1, run.start + len(run.tokens) + 1)
+            answers.append(self._rows([kv.columns[:end] for end in ends]))
+        wanted = self.spec.step_s if self._draft else self.spec.pass_s + self.spec.row_s * rows
+        left = wanted - (time.perf_counter() - began)
+        if left > 0:
+            self._sleep(left)
+        return answers
+
+    def _rows(self, prefixes: list[list[int]]) -> NDArray[np.float32]:
+        logits = np.zeros((len(prefixes), self.vocab_size), dtype=np.float32)
+        for row, prefix in enumerate(prefixes):
+            right, other, luck = self._hashed(prefix)
+            if self._draft and luck >= self.spec.accept:
+                right, other = other, right
+            logits[row, right] = _PEAK
+            logits[row, other] = _PEAK / 2
+        return logits
+
+    def _hashed(self, prefix: list[int]) -> tuple[int, int, float]:
+        """The next token after this very prefix, a wrong one, and a number in [0, 1)."""
+        digest = hashlib.blake2b(
+            np.asarray(prefix, dtype=np.uint32).tobytes(), digest_size=24, salt=self.spec.seed.to_bytes(8, "little")
+        ).digest()
+        right, other, luck = (int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16))
+        right %= self.vocab_size
+        other = (right + 1 + other % (self.vocab_size - 1)) % self.vocab_size
+        return right, other, luck / 2**64

@@ -1,0 +1,1 @@
+"""Traces and metrics. Nothing here is ever waited for."""

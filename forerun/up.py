@@ -1,0 +1,197 @@
+"""All three services on this machine, as processes of their own: no Ray, no cluster.
+
+Starts them, waits until an answer is possible, watches them, and takes them down together. It talks
+to them as anybody would: command line, signals, health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import grpc.aio
+from rich.console import Console
+
+from forerun.client import Client
+from forerun.core.errors import ForerunError, ModelRefused
+from forerun.core.params import Source
+from forerun.rpc.options import client_options
+from forerun.runtime.models import resolve
+
+EARLY_EXIT_LAYERS = 8
+READY_S = 180.0
+STOP_S = 10.0
+
+
+class ServiceFailed(ForerunError):
+    """A service ended before it was told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What `forerun up` starts. `draft`: sources; a model folder, hub id or sim:... stands for itself."""
+
+    target: str = "demo"
+    draft: Sequence[str] = ("early_exit", "ngram")
+    port: int = 50051
+    dtype: str = "bfloat16"
+    lookahead: int = 8
+    early_exit_layers: int = EARLY_EXIT_LAYERS
+    threads: int = 0  # 0: all cores but one for the target, one for the draft
+    quiet: bool = False
+
+
+@dataclass(slots=True)
+class Service:
+    name: str
+    arguments: list[str]
+    log: Path
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        # A session of its own: the terminal's Ctrl-C reaches `up`, which decides who stops when.
+        with self.log.open("wb") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "forerun.cli", *self.arguments, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def check(self) -> None:
+        """Raises ServiceFailed with the end of its log if it is not running."""
+        if self.process is not None and self.process.returncode is not None:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+            raise ServiceFailed(f"{self.name} ended with status {self.process.returncode}:\n{tail}")
+
+    async def stop(self) -> None:
+        if self.process is None or self.process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.process.wait(), STOP_S)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
+
+@dataclass(slots=True)
+class Running:
+    """The services and where they answer."""
+
+    address: str
+    services: list[Service]
+    logs: Path
+    console: Console = field(default_factory=lambda: Console(stderr=True))
+
+    async def watch(self) -> None:
+        """Returns never; raises ServiceFailed when one of the services ends."""
+        waits = [asyncio.ensure_future(service.process.wait()) for service in self.services if service.process]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        for service in self.services:
+            service.check()
+
+    def pids(self) -> dict[str, int]:
+        return {service.name: service.process.pid for service in self.services if service.process}
+
+
+def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[Service]:
+    """The processes and their command lines. Raises ModelRefused for a source that is none."""
+    cores = os.cpu_count() or 1
+    model_drafts = [source for source in options.draft if source not in ("ngram", "none")]
+    if len(model_drafts) > 1:
+        raise ModelRefused(f"one draft worker is started here; choose one of {', '.join(model_drafts)}")
+    target_threads = options.threads or max(1, cores - len(model_drafts))
+    attach = ["--attach", f"127.0.0.1:{attach_port}"]
+    public = ["--port", str(options.port), "--attach-port", str(attach_port)]
+    common = ["--dtype", options.dtype]
+    services = [
+        Service("coordinator", ["coordinator", "--model", folder, *public], logs / "coordinator.log"),
+        Service(
+            "target",
+            ["target-worker", "--model", folder, "--threads", str(target_threads), *common, *attach]
+            + ["--lookahead", str(options.lookahead)]
+            + ([] if "ngram" in options.draft else ["--no-ngram"]),
+            logs / "target.log",
+        ),
+    ]
+    for source in model_drafts:
+        if source == Source.EARLY_EXIT.label and not folder.startswith("sim:"):
+            chosen = ["--model", folder, "--layers", str(options.early_exit_layers)]
+        elif source in (Source.EARLY_EXIT.label, Source.MODEL.label):
+            chosen = ["--model", folder]
+        else:
+            chosen = ["--model", resolve(source)]
+        services.append(
+            Service("draft", ["draft-worker", *chosen, "--threads", "1", *common, *attach], logs / "draft.log")
+        )
+    return services
+
+
+@asynccontextmanager
+async def started(options: UpOptions) -> AsyncIterator[Running]:
+    """The services, ready to answer. Raises ModelRefused, ServiceFailed."""
+    console = Console(stderr=True, quiet=options.quiet)
+    folder = await asyncio.to_thread(resolve, options.target)  # converts with its own progress bar
+    port = options.port or _free_port()
+    attach_port = _free_port() if options.port == 0 else port + 1
+    with tempfile.TemporaryDirectory(prefix="forerun-") as logs:
+        services = plan(replace(options, port=port), folder, attach_port, Path(logs))
+        running = Running(f"127.0.0.1:{port}", services, Path(logs), console)
+        try:
+            with console.status("starting " + ", ".join(service.name for service in services)):
+                for service in services:
+                    await service.start()
+                await _ready(running, drafts=len(services) - 2)
+            yield running
+        finally:
+            for service in reversed(services):
+                if service.process is not None and service.process.returncode is None:
+                    with suppress(ProcessLookupError):
+                        service.process.send_signal(signal.SIGTERM)
+            await asyncio.gather(*(service.stop() for service in services))
+
+
+@asynccontextmanager
+async def running(target: str = "demo", draft: str = "early_exit,ngram") -> AsyncIterator[str]:
+    """Services on free ports for the length of a block; yields the address."""
+    async with started(UpOptions(target=target, draft=tuple(draft.split(",")), port=0)) as services:
+        yield services.address
+
+
+async def _ready(running: Running, drafts: int) -> None:
+    """Until a target and the drafts are attached. Raises ServiceFailed."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + READY_S
+    async with Client(running.address, options=client_options()) as client:
+        while True:
+            for service in running.services:
+                service.check()
+            try:
+                info = await client.model_info(timeout_s=1.0)
+                if info.targets >= 1 and info.drafts >= drafts:
+                    return
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise
+            if loop.time() > deadline:
+                raise ServiceFailed(
+                    f"the services were not ready within {READY_S:g} s; their logs are in {running.logs}"
+                )
+            await asyncio.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""The target worker: a complete continuous-batching decoder that hints make faster."""
