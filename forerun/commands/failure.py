@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,6 +20,7 @@ T = TypeVar("T")
 
 FAILED = 1
 INTERRUPTED = 130
+TERMINATED = 143
 
 
 class CallFailed(ForerunError):
@@ -41,12 +44,25 @@ def explained(client: Client) -> Iterator[None]:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a command. Every ForerunError is one line and status 1, Ctrl-C status 130."""
+    """Run a command. Every ForerunError is one line and status 1, Ctrl-C status 130, SIGTERM 143.
+
+    Either signal cancels `main`, so that what it started is stopped and what it asked for is cancelled.
+    """
     try:
-        return asyncio.run(main)
+        return asyncio.run(_cancelled_by_sigterm(main))
     except ForerunError as error:
         print(f"forerun: {error}", file=sys.stderr)
         raise typer.Exit(FAILED) from error
     except KeyboardInterrupt as error:
         print("forerun: interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from error
+    except asyncio.CancelledError as error:
+        print("forerun: terminated", file=sys.stderr)
+        raise typer.Exit(TERMINATED) from error
+
+
+async def _cancelled_by_sigterm(main: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.current_task()
+    if task is not None and threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await main

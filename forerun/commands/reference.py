@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from forerun.commands.measure import Prompt, Sample, Timeline
 from forerun.commands.runs import Decoding
 from forerun.core.errors import ModelRefused
+from forerun.runtime.models import resolve
 from forerun.text.model import TextModel
 
 T = TypeVar("T")
@@ -75,7 +76,10 @@ class Reference:
         except ImportError as error:
             raise ModelRefused(f"--compare transformers needs `pip install forerun[bench]`: {error}") from error
         library: Any = transformers  # typed in parts
-        folder = _folder(model)
+        library.utils.logging.disable_progress_bar()
+        folder = resolve(model)
+        if folder.startswith("sim:"):
+            raise ModelRefused(f"transformers cannot run {model!r}; name a model folder with --model")
         self._text = TextModel.load(folder)
         torch.set_num_threads(threads)  # holds for the calling thread only
         try:
@@ -114,12 +118,6 @@ class Reference:
         if prompt.chat and self._text.has_chat_template:
             return self._text.encode_chat([("user", prompt.text)])
         return self._text.encode(prompt.text)
-
-
-def _folder(model: str) -> str:
-    from forerun.runtime import demo_model
-
-    return str(demo_model.demo_folder()) if model in ("demo", demo_model.NAME) else model
 
 
 @dataclass(frozen=True, slots=True)

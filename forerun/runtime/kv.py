@@ -53,6 +53,7 @@ class KV:
         """Rows that a pass left in the columns from `cached_len` on now belong to committed tokens."""
         self.cached_len = length
 
+    @torch.inference_mode()
     def take_slots(self, count: int) -> list[int]:
         """Places for rows of branches, to be given back with `free_slots`."""
         while len(self._free_slots) < count:
@@ -75,6 +76,7 @@ class KV:
         self.keys[layer, :, start:end] = self._slot_keys[layer, :, slots]
         self.values[layer, :, start:end] = self._slot_values[layer, :, slots]
 
+    @torch.inference_mode()
     def lay_path(self, slots: Sequence[int], start: int) -> None:
         """The same in all layers: the branch that won moves into the trunk."""
         end = start + len(slots)

@@ -252,7 +252,13 @@ async def test_run_prompt_times_with_the_clock_it_is_given(addr: str) -> None:
     assert answer.tokens_per_s == 2.0
 
 
-def test_ctrl_c_cancels_the_call(fake: FakeGeneration, addr: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [(signal.SIGINT, 130, b"forerun: interrupted\n"), (signal.SIGTERM, 143, b"forerun: terminated\n")],
+)
+def test_signals_cancel_the_call(
+    fake: FakeGeneration, addr: str, number: signal.Signals, status: int, line: bytes
+) -> None:
     fake.hangs_after = 1
     script = "import typer; from forerun.commands.generate import generate; typer.run(generate)"
     with subprocess.Popen(
@@ -262,9 +268,9 @@ def test_ctrl_c_cancels_the_call(fake: FakeGeneration, addr: str) -> None:
         assert process.stderr is not None
         expected = words(answer_to("hello", 3)).encode()
         assert process.stdout.read(len(expected)) == expected
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-        assert process.stderr.read() == b"forerun: interrupted\n"
+        process.send_signal(number)
+        assert process.wait(20) == status
+        assert process.stderr.read() == line
     assert fake.gone.wait(10)
 
 
