@@ -37,13 +37,19 @@ class Attachment(attach_pb2_grpc.AttachmentServicer):
             attach_pb2.CoordinatorFrame(welcome=attach_pb2.Welcome(coordinator=self._name, heartbeat_ms=HEARTBEAT_MS))
         )
         self._router.attached(link)
+        silent = loop.create_task(_watch(link))
         parts = [
             loop.create_task(self._read(link, request_iterator)),
             loop.create_task(_write(link, context)),
-            loop.create_task(_watch(link)),
+            silent,
         ]
         try:
-            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in done:
+                part.result()
+            if silent in done:
+                limit = SILENT_BEATS * HEARTBEAT_MS / 1000
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard for {limit:g} s")
         finally:
             self._router.lost(link)
             for part in parts:

@@ -23,6 +23,7 @@ from coordinator.router import Router, RouterConfig
 from coordinator.service import Generation, Served
 from forerun.rpc.options import server_options
 from forerun.runtime.models import resolve
+from forerun.telemetry.metrics import CoordinatorMetrics
 from forerun.telemetry.tracing import Tracing
 from forerun.text import TextModel
 from forerun.v1 import attach_pb2, attach_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -41,6 +42,7 @@ class CoordinatorOptions:
     grace_s: float = 30.0
     max_requests: int = 256
     target_wait_s: float = 10.0
+    metrics_port: int = 0  # 0: no metrics
 
 
 async def serve(options: CoordinatorOptions) -> None:
@@ -67,9 +69,15 @@ async def serve(options: CoordinatorOptions) -> None:
     pool = Pool(pool_changed)
     router = Router(pool, RouterConfig(options.max_requests, options.target_wait_s))
     await tell_health(0)
+    metrics = CoordinatorMetrics()
+    metrics.watch("forerun_running_requests", "Requests that are being answered.", lambda: router.session_count)
+    metrics.watch("forerun_attached_targets", "Target workers attached now.", lambda: len(pool.targets))
+    metrics.watch("forerun_attached_drafts", "Draft workers attached now.", lambda: len(pool.drafts))
+    if options.metrics_port:
+        metrics.serve(options.host, options.metrics_port)
 
     public = grpc.aio.server(options=server_options())
-    generation_pb2_grpc.add_GenerationServicer_to_server(Generation(served, router, tracing), public)
+    generation_pb2_grpc.add_GenerationServicer_to_server(Generation(served, router, tracing, metrics), public)
     health_pb2_grpc.add_HealthServicer_to_server(health, public)
     public_names = (
         generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,

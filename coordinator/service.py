@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import Span, Status, StatusCode
 
 from coordinator.answer import events
 from coordinator.request import MOST_STOPS, Accepted, Limits, check
@@ -20,6 +20,7 @@ from forerun import __version__
 from forerun.core import errors
 from forerun.core.params import MOST_DRAFT_TOKENS, Source
 from forerun.rpc.options import MAX_MESSAGE_BYTES
+from forerun.telemetry.metrics import CoordinatorMetrics
 from forerun.telemetry.tracing import Tracing, trace_id_of, traceparent_in, traceparent_of
 from forerun.text import TextModel
 from forerun.v1 import generation_pb2, generation_pb2_grpc
@@ -44,10 +45,11 @@ class Served:
 
 
 class Generation(generation_pb2_grpc.GenerationServicer):
-    def __init__(self, served: Served, router: Router, tracing: Tracing) -> None:
+    def __init__(self, served: Served, router: Router, tracing: Tracing, metrics: CoordinatorMetrics) -> None:
         self._served = served
         self._router = router
         self._tracing = tracing
+        self._metrics = metrics
 
     # --- the four calls ------------------------------------------------------------------------
 
@@ -126,6 +128,7 @@ class Generation(generation_pb2_grpc.GenerationServicer):
         span = self._tracing.start(
             f"generate {self._served.names[0]}",
             traceparent_in(metadata),
+            arrived_ns,
             {
                 "gen_ai.operation.name": "generate",
                 "gen_ai.request.model": self._served.names[0],
@@ -133,13 +136,13 @@ class Generation(generation_pb2_grpc.GenerationServicer):
                 "gen_ai.usage.input_tokens": len(accepted.prompt),
                 "gen_ai.request.temperature": accepted.params.sampling.temperature,
             },
-            SpanKind.SERVER,
         )
         try:
             async with aclosing(self._traced(accepted, limits, span, arrived_ns)) as answer:
                 async for event in answer:
                     yield event
         except BaseException as error:
+            self._metrics.ended(type(error).__name__)
             span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
             raise
         finally:
@@ -157,13 +160,22 @@ class Generation(generation_pb2_grpc.GenerationServicer):
             self._tracing.record(traceparent, "queue", arrived_ns, placed_ns, {})
             yield generation_pb2.GenerateEvent(started=self._started(accepted, session.target_hello, span))
             async with aclosing(events(session, accepted, self._served.text, limits.context_limit)) as answer:
-                first = True
+                told_ns = 0
                 async for event in answer:
-                    if first:
-                        first = False
-                        self._tracing.record(traceparent, "prefill", placed_ns, time.time_ns(), {})
+                    now_ns = time.time_ns()
+                    if not told_ns:
+                        self._tracing.record(traceparent, "prefill", placed_ns, now_ns, {})
+                        self._metrics.first_token((now_ns - arrived_ns) / 1e9)
+                    elif event.chunk.token_ids:
+                        self._metrics.tokens(len(event.chunk.token_ids), (now_ns - told_ns) / 1e9)
+                    told_ns = now_ns
                     if event.HasField("finished"):
                         _describe(span, event.finished)
+                        usage = event.finished.usage
+                        self._metrics.finished(
+                            usage.prompt, usage.completion, usage.passes, usage.drafted, usage.accepted
+                        )
+                        self._metrics.ended("ok")
                     yield event
         finally:
             self._router.end(session)

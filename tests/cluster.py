@@ -93,7 +93,7 @@ def _is_hint_event(data: bytes) -> bool:
 class Cluster:
     """Coordinator, targets and drafts. `attach_*` first, then `answer`."""
 
-    faults: Faults = Faults()
+    faults: Faults = field(default_factory=Faults)
     seed: int = 0
     workers: list[Attached] = field(default_factory=list)
     serial: Any = field(default_factory=itertools.count)

@@ -38,11 +38,12 @@ def coordinator(
     grace: Annotated[float, typer.Option(help="Seconds that running answers get at SIGTERM.")] = 30.0,
     max_requests: Annotated[int, typer.Option(min=1, help="At once; more get RESOURCE_EXHAUSTED.")] = 256,
     target_wait: Annotated[float, typer.Option(help="Seconds a request waits for a target to attach.")] = 10.0,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus metrics; 0: none.")] = 0,
 ) -> None:
     """Run a coordinator: the public API, the ledger, and the port that workers dial."""
     from coordinator.main import CoordinatorOptions, serve
 
-    _run(serve(CoordinatorOptions(model, host, port, attach_port, grace, max_requests, target_wait)))
+    _run(serve(CoordinatorOptions(model, host, port, attach_port, grace, max_requests, target_wait, metrics_port)))
 
 
 def target_worker(

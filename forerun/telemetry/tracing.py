@@ -51,9 +51,11 @@ class Tracing:
     def on(self) -> bool:
         return self._provider is not None
 
-    def start(self, name: str, parent: str, attributes: Attributes, kind: SpanKind = SpanKind.INTERNAL) -> Span:
-        """An open span below the W3C traceparent `parent` (empty: a new trace)."""
-        return self._tracer.start_span(name, context=_context(parent), kind=kind, attributes=attributes)
+    def start(self, name: str, parent: str, start_ns: int, attributes: Attributes) -> Span:
+        """An open server span below the W3C traceparent `parent` (empty: a new trace)."""
+        return self._tracer.start_span(
+            name, context=_context(parent), kind=SpanKind.SERVER, attributes=attributes, start_time=start_ns
+        )
 
     def record(self, parent: str, name: str, start_ns: int, end_ns: int, attributes: Attributes) -> None:
         """A finished span; the form engines use (core.spans.Record)."""

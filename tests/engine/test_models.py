@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig, MambaConfig, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig, MambaConfig, RwkvConfig, T5Config
 
 from forerun.core.errors import ModelRefused
 from forerun.runtime import demo_model, models
@@ -137,6 +137,7 @@ def test_the_demo_tokenizer_is_the_same_in_both_libraries_and_gives_texts_back(d
         assert transformers(text).input_ids == ids
         assert alone.decode(ids, skip_special_tokens=False) == text
     assert alone.encode("a 2024").tokens == ["a", "Ġ", "2", "0", "2", "4"]
+    assert alone.encode("the   2").tokens == ["the", "ĠĠĠ", "2"]  # digits are cut off before spaces are grouped
     assert alone.encode("<|im_end|>").ids == [2]
     assert alone.get_vocab_size() == AutoConfig.from_pretrained(demo).vocab_size == 49152
 
@@ -311,6 +312,7 @@ def test_an_unknown_dtype_is_refused(llama: str) -> None:
         (T5Config(num_layers=1, d_model=8), "encoder with a decoder"),
         (BertConfig(num_hidden_layers=1), "its tokens see those that follow"),
         (MambaConfig(num_hidden_layers=1), "cannot be cut back"),
+        (RwkvConfig(num_hidden_layers=1), "has recurrent layers: their state cannot be cut back"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )

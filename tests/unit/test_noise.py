@@ -77,8 +77,6 @@ def test_values_that_a_seed_has_promised() -> None:
     ]
 
 
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(seeds, positions, domains, st.permutations(range(16)))
 def test_a_number_depends_on_its_key_alone(seed: int, position: int, domain: Domain, order: list[int]) -> None:
