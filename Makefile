@@ -15,7 +15,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 TORCH_INSTALL ?= torch $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PROMPT ?= Explain in three sentences why the sky is blue.
-PROMPTS ?= benchmarks/prompts.jsonl
+PROMPTS ?= tests/data/prompts.jsonl
 ARGS ?=
 
 VENV := .venv

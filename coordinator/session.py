@@ -70,10 +70,11 @@ class Session:
         self._replace_target = replace_target
         self._offer_draft = offer_draft
         self._changed = asyncio.Event()
+        self._closed = False
 
     @property
     def over(self) -> bool:
-        return self.finish is not None or self.failure is not None
+        return self.finish is not None or self.failure is not None or self._closed
 
     @property
     def wants_draft(self) -> bool:
@@ -199,7 +200,8 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Free everything in the workers. Repeatable."""
+        """Free everything in the workers, and take nothing up again. Repeatable."""
+        self._closed = True
         self._leave_target(stop=True)
         self._leave_draft()
         self._changed.set()

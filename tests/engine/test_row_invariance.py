@@ -26,7 +26,9 @@ def arch(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(arch: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     window = 16 if arch == "gemma3_text" else None
-    return tiny_model(tmp_path_factory.mktemp(arch) / "m", arch=arch, sliding_window=window, layers=3, hidden=96, heads=6)
+    return tiny_model(
+        tmp_path_factory.mktemp(arch) / "m", arch=arch, sliding_window=window, layers=3, hidden=96, heads=6
+    )
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -651,8 +651,8 @@ def test_abc_with_low_q_left_unchecked_is_the_known_wrong_law() -> None:
 def test_scores_that_follow_q_bias_nothing(memo: None) -> None:
     """A draft may send its q as the score of a drawn node. In rejection mode the plan must not leave the
     node unchecked for that: whether a node is checked depends on its ancestors alone."""
-    p = np.log(np.full(VOCAB, 0.2)).astype(np.float32)
-    q = np.log(np.array([0.9, 0.03, 0.03, 0.03, 0.01])).astype(np.float32)
+    p = np.log(np.array([0.5, 0.125, 0.125, 0.125, 0.125])).astype(np.float32)
+    q = np.log(np.array([0.86, 0.035, 0.035, 0.035, 0.035])).astype(np.float32)
 
     class ScoredByQ(Loop):
         def score(self, guess: Guess) -> float:
