@@ -116,7 +116,10 @@ class Session:
         params = None
         if base_len == 0:
             done = self.ledger.committed_len - self.ledger.prompt_len
-            params = DraftParams(self.params.sampling, self.params.max_tokens - done, self.params.ends)
+            known = self.target_hello.vocab_size if self.target_hello else 0
+            params = DraftParams(
+                self.params.sampling, self.params.max_tokens - done, self.params.ends, known or 1 << 31
+            )
         tokens = tuple(self.ledger.tokens[base_len:])
         sync = Sync(self._draft_seq, base_len, tokens, self._want, params, accepted, checked, self.traceparent)
         self.draft.send(sync)

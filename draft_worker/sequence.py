@@ -14,7 +14,7 @@ from forerun.core.params import SeqId, Source
 from forerun.core.pick import Picker
 from forerun.core.sequence import Hint, TokenSequence
 from forerun.core.spans import Record, SpanWindow
-from forerun.core.tree import ROOT, Bounds
+from forerun.core.tree import ROOT
 from forerun.runtime.passes import Cache, Run
 
 FAINT = 0.02
@@ -40,10 +40,10 @@ class DraftSequence:
         self.traceparent = sync.traceparent
         self.want = sync.want
         self.kv = kv
-        self.text = TokenSequence(sync.tokens, Bounds(vocab_size=vocab_size))
+        self.text = TokenSequence(sync.tokens)
         self.acceptance = Acceptance()
         self._most_len = min(limit, len(sync.tokens) + sync.params.remaining)
-        self._picker = Picker(sync.params.sampling, vocab_size)
+        self._picker = Picker(sync.params.sampling, min(vocab_size, sync.params.vocab_size))
         self._source = source
         self._slots: dict[int, int] = {}  # of grown nodes below the root
         self._growing_ns: tuple[int, int] | None = None

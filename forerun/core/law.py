@@ -55,13 +55,12 @@ def greedy(logits: Logits) -> int:
 
 
 def top_two(logits: Logits) -> tuple[int, int | None]:
-    """Greedy winner and runner-up, ids ascending among ties."""
-    if len(logits) == 1:
-        return 0, None
+    """Greedy winner and runner-up, ids ascending among ties; no runner-up if nothing else is allowed."""
     first = int(np.argmax(logits))
     rest = logits.copy()
     rest[first] = -np.inf
-    return first, int(np.argmax(rest))
+    second = int(np.argmax(rest))
+    return first, second if rest[second] > -np.inf else None
 
 
 def _ordered(logits: Logits, count: int) -> NDArray[np.int64]:
@@ -136,13 +135,9 @@ def point_mass(token: int) -> Law:
 
 def residual(target: Law, draft: Law) -> Law:
     """norm(max(p - q, 0)). Only asked for after a rejection, so some p exceeds its q."""
-    q = np.zeros_like(target.probabilities)
-    at = {int(token): row for row, token in enumerate(target.ids)}
-    for token, probability in zip(draft.ids, draft.probabilities, strict=True):
-        row = at.get(int(token))
-        if row is not None:
-            q[row] = probability
-    left = np.maximum(target.probabilities - q, 0.0)
+    q = np.zeros(max(int(target.ids.max()), int(draft.ids.max())) + 1)
+    q[draft.ids] = draft.probabilities
+    left = np.maximum(target.probabilities - q[target.ids], 0.0)
     keep = left > 0.0
     if not keep.any():  # p and q agree to the last bit: a rejection had no chance to happen
         return target

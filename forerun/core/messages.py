@@ -92,6 +92,7 @@ class DraftParams:
     sampling: Sampling
     remaining: int  # tokens the request may still get when it is opened
     ends: frozenset[int] = frozenset()
+    vocab_size: int = 1 << 31  # the target's: nothing beyond is worth proposing
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +111,16 @@ class Sync:
     def then(self, later: Sync) -> Sync:
         """Both as one message, while the first has not been looked at."""
         keep = later.base_len - self.base_len
-        if keep < 0 or keep > len(self.tokens):
-            return later
+        accepted, checked = self.accepted + later.accepted, self.checked + later.checked
+        if not 0 <= keep <= len(self.tokens):  # it starts over (or leaves a gap, which the worker will say)
+            return replace(later, accepted=accepted, checked=checked)
         return replace(
             later,
             base_len=self.base_len,
             tokens=self.tokens[:keep] + later.tokens,
             params=later.params or self.params,
-            accepted=self.accepted + later.accepted,
-            checked=self.checked + later.checked,
+            accepted=accepted,
+            checked=checked,
         )
 
 

@@ -80,7 +80,9 @@ class Picker:
 
     def _allowed(self, logits: Logits, position: int) -> Logits:
         logits = logits[: self.vocab_size]
-        if position < self.ends_from and self.ends:
-            logits = logits.copy()
-            logits[np.asarray(self.ends)] = -np.inf
+        banned = [end for end in self.ends if end < self.vocab_size] if position < self.ends_from else []
+        if not banned or len(banned) == len(logits):  # something has to be picked
+            return logits
+        logits = logits.copy()
+        logits[banned] = -np.inf
         return logits

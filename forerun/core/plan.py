@@ -66,7 +66,7 @@ def plan_pass(waiting: Sequence[Waiting[Key]], row_budget: int, chunk: int) -> l
 def _best_chains(paid: dict[Key, Waiting[Key]], budget: int) -> dict[Key, list[int]]:
     """Grow every sequence's likeliest chain, the likeliest next node of all first."""
     chains: dict[Key, list[int]] = {key: [] for key in paid}
-    frontier: list[tuple[float, int, Key, int]] = []  # (-reach, tie-break, key, row)
+    frontier: list[tuple[float, int, Key, int, float]] = []  # (-rank, tie-break, key, row, reach)
     tie_break = count()
 
     def offer(key: Key, tip: int, reach: float) -> None:
@@ -74,15 +74,18 @@ def _best_chains(paid: dict[Key, Waiting[Key]], budget: int) -> dict[Key, list[i
         best = max(item.tree.children(tip), key=item.tree.scores.__getitem__, default=None)
         if best is None or len(chains[key]) >= item.most_nodes:
             return
-        reach *= item.tree.scores[best]
-        if reach >= WORTH:
-            heapq.heappush(frontier, (-reach, next(tie_break), key, best))
+        below = reach * item.tree.scores[best]
+        # A drawn node (rejection sampling) is checked or not by its ancestors alone: were its own score,
+        # which may follow its q, to decide, unlikely draws would be judged less often than they are drawn.
+        rank = below if item.tree.laws[best] is None else reach
+        if rank >= WORTH:
+            heapq.heappush(frontier, (-rank, next(tie_break), key, best, below))
 
     for key in paid:
         offer(key, ROOT, 1.0)
     while frontier and budget > 0:
-        negative_reach, _, key, node = heapq.heappop(frontier)
+        _, _, key, node, reach = heapq.heappop(frontier)
         chains[key].append(node)
         budget -= 1
-        offer(key, node, -negative_reach)
+        offer(key, node, reach)
     return chains

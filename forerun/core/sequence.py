@@ -77,6 +77,8 @@ class TokenSequence:
 
     def rewind(self, length: int) -> None:
         """Forget committed tokens beyond `length` (at least 1) and everything guessed."""
+        if length < 1:
+            raise ValueError(f"cannot rewind to {length} tokens: the tree is rooted at the last one")
         del self.tokens[length:]
         self.tree = TokenTree(self.tokens[-1])
 

@@ -33,6 +33,10 @@ class Bounds:
     ends: frozenset[int] = frozenset()  # nothing is kept below one of these
     one_child: bool = False  # rejection mode: the first draw at a position is the only one
 
+    def allows(self, token: int, law: NodeLaw | None) -> bool:
+        """A drawn token is taken or not by its law: dropping it for what was drawn would bias the answer."""
+        return (token if law is None else max(law.tokens)) < self.vocab_size
+
 
 class TokenTree:
     """Columns of nodes. Children of one node carry different tokens."""
@@ -172,7 +176,9 @@ class TokenTree:
             token = other.tokens[row]
             children = self._children[parent]
             if token not in children and (
-                self.node_count >= bounds.most_nodes or token >= bounds.vocab_size or (bounds.one_child and children)
+                self.node_count >= bounds.most_nodes
+                or not bounds.allows(token, other.laws[row])
+                or (bounds.one_child and children)
             ):
                 continue
             node = self.add(parent, token, other.scores[row], other.sources[row], other.laws[row])

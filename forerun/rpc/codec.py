@@ -95,9 +95,11 @@ def tree_of(message: common_pb2.Tree) -> TokenTree:
     if not all(math.isfinite(score) and 0.0 <= score <= 1.0 for score in message.scores):
         raise MalformedMessage("tree.scores must be in [0, 1]")
     sources = [_source(number) if number else None for number in message.sources]
-    return TokenTree.from_columns(
-        list(message.tokens), list(message.parents), list(message.scores), sources, [_law(law) for law in message.laws]
-    )
+    laws = [_law(law) for law in message.laws]
+    for token, law in zip(message.tokens, laws, strict=False):
+        if law is not None and token not in law.tokens:
+            raise MalformedMessage(f"tree.laws: token {token} cannot have been drawn from a law that lacks it")
+    return TokenTree.from_columns(list(message.tokens), list(message.parents), list(message.scores), sources, laws)
 
 
 def _law(message: common_pb2.Law) -> NodeLaw | None:
@@ -265,7 +267,10 @@ def draft_command_of(message: draft_pb2.DraftCommand) -> DraftCommand:
             params = None
             if sync.HasField("params"):
                 params = DraftParams(
-                    sampling_of(sync.params.sampling), sync.params.remaining, frozenset(sync.params.end_token_ids)
+                    sampling_of(sync.params.sampling),
+                    sync.params.remaining,
+                    frozenset(sync.params.end_token_ids),
+                    sync.params.vocab_size or 1 << 31,
                 )
             return Sync(
                 seq_of(sync.seq),
@@ -300,6 +305,7 @@ def put_draft_command(command: DraftCommand) -> draft_pb2.DraftCommand:
                         sampling=put_sampling(command.params.sampling),
                         remaining=command.params.remaining,
                         end_token_ids=sorted(command.params.ends),
+                        vocab_size=command.params.vocab_size,
                     )
                 )
             return draft_pb2.DraftCommand(sync=sync)

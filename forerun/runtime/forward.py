@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.core.errors import ModelRefused
 from forerun.runtime.attention import PassState, current_pass, lay_run
 from forerun.runtime.kv import KV
+from forerun.runtime.packed import pack_linears
 from forerun.runtime.passes import Run
 
 ROW_TILE = {torch.float32: 16, torch.bfloat16: 4}
@@ -31,9 +32,10 @@ class TransformersModel:
     """
 
     def __init__(self, model: torch.nn.Module, context_limit: int) -> None:
-        self._model = model
         parameter = next(model.parameters())
         self._dtype, self._device = parameter.dtype, parameter.device
+        pack_linears(model)
+        self._model = model
         config = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self._layers = int(config.num_hidden_layers)
         heads = int(config.num_attention_heads)

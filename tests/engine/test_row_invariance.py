@@ -41,7 +41,7 @@ TOKENS = tuple(random.Random(3).randrange(256) for _ in range(LENGTH))
 
 
 def chunked(model: TransformersModel, sizes: list[int], company: int = 0) -> NDArray[np.float32]:
-    """Logits of all positions, computed in chunks of these sizes, in turn, beside `company` rows of another sequence."""
+    """Logits of all positions, in chunks of these sizes in turn, beside `company` rows of another sequence."""
     kv, other = model.new_kv(), model.new_kv()
     model.forward([Run(other, TOKENS[:30], 0, logit_rows=1)])
     rows, at, turn = [], 0, 0

@@ -162,5 +162,4 @@ def test_syncs_merge_while_unsent() -> None:
     first = Sync(SEQ, 0, (1, 2, 3), 16, params, 1, 2)
     assert first.then(Sync(SEQ, 3, (4,), 8, None, 1, 1)) == Sync(SEQ, 0, (1, 2, 3, 4), 8, params, 2, 3)
     assert first.then(Sync(SEQ, 1, (9,), 8)).tokens == (1, 9)
-    beyond = Sync(SEQ, 7, (9,), 8)
-    assert first.then(beyond) == beyond
+    assert first.then(Sync(SEQ, 7, (9,), 8, None, 1, 1)) == Sync(SEQ, 7, (9,), 8, None, 2, 3)
