@@ -118,6 +118,7 @@ def demo(
     prompt: Annotated[str, typer.Argument(help="What to answer.")] = DEMO_PROMPT,
     target: Annotated[str, typer.Option(help="Model, as for `forerun up`.")] = "demo",
     draft: Annotated[str, typer.Option(help="Hint sources, as for `forerun up`.")] = "early_exit,ngram",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the early_exit draft.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Only matters above temperature 0.")] = None,
@@ -126,7 +127,10 @@ def demo(
     from forerun.up import UpOptions, started
 
     async def main() -> None:
-        async with started(UpOptions(target, _names(draft), port=0)) as running, Client(running.address) as client:
+        async with (
+            started(UpOptions(target, _names(draft), port=0, early_exit_layers=layers)) as running,
+            Client(running.address) as client,
+        ):
             with failure.explained(client):
                 chat = await has_chat_template(client)
                 knobs: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}

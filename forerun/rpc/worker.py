@@ -35,6 +35,9 @@ RETRY_S = (0.1, 2.0)
 RESOLVE_S = 5.0
 
 
+Outgoing = Event | attach_pb2.WorkerFrame
+
+
 class Engine(Protocol):
     """What target and draft engines have in common."""
 
@@ -125,7 +128,7 @@ class Worker:
     def __init__(self, hello: attach_pb2.Hello, coordinators: Sequence[str]) -> None:
         self._hello = hello
         self._coordinators = coordinators
-        self._outboxes: dict[str, Outbox[Event]] = {}
+        self._outboxes: dict[str, Outbox[Outgoing]] = {}
         self._failure: BaseException | None = None
         self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -214,22 +217,28 @@ class Worker:
                 raise MalformedMessage(f"{address} did not answer Hello with Welcome")
             self._serial += 1
             link = f"{address}#{self._serial}"
-            outbox = self._outboxes[link] = Outbox[Event](self._loop)
+            outbox = self._outboxes[link] = Outbox[Outgoing](self._loop)
             self.attached.set()
             log.info("attached to %s as %s", first.welcome.coordinator, self._hello.worker)
-            beat_s = first.welcome.heartbeat_ms / 1000
-            writer = asyncio.create_task(_write(call, outbox))
-            heart = asyncio.create_task(_beat(call, engine, beat_s))
+            beating = asyncio.create_task(_beat(outbox, engine, first.welcome.heartbeat_ms / 1000))
+            writing = asyncio.create_task(_write(call, outbox))
+            reading = asyncio.create_task(self._read(call, link, thread))
+            parts = (beating, writing, reading)
             try:
-                while (frame := await call.read()) is not grpc.aio.EOF:
-                    self._take(link, frame, thread)
+                done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+                for part in done:
+                    part.result()
             finally:
                 del self._outboxes[link]
                 thread.put(link, _Dropped())
-                writer.cancel()
-                heart.cancel()
-                await asyncio.gather(writer, heart, return_exceptions=True)
+                for part in parts:
+                    part.cancel()
+                await asyncio.gather(*parts, return_exceptions=True)
                 call.cancel()
+
+    async def _read(self, call: Any, link: str, thread: EngineThread) -> None:
+        while (frame := await call.read()) is not grpc.aio.EOF:
+            self._take(link, frame, thread)
 
     def _take(self, link: str, frame: attach_pb2.CoordinatorFrame, thread: EngineThread) -> None:
         try:
@@ -258,18 +267,19 @@ def _sequences_of(frame: attach_pb2.CoordinatorFrame) -> Iterator[SeqId]:
             yield codec.seq_of(seq)
 
 
-async def _write(call: Any, outbox: Outbox[Event]) -> None:
+async def _write(call: Any, outbox: Outbox[Outgoing]) -> None:
+    """The one writer of a stream: gRPC fails a write that begins before another has ended."""
     while True:
-        for event in await outbox.take():
-            await call.write(encode(event))
+        for item in await outbox.take():
+            await call.write(item if isinstance(item, attach_pb2.WorkerFrame) else encode(item))
 
 
-async def _beat(call: Any, engine: Engine, every_s: float) -> None:
+async def _beat(outbox: Outbox[Outgoing], engine: Engine, every_s: float) -> None:
     before = -1
     while True:
         progress = engine.progress
         beat = attach_pb2.Heartbeat(progress=progress, sequences=engine.sequence_count, idle=progress == before)
-        await call.write(attach_pb2.WorkerFrame(heartbeat=beat))
+        outbox.put(attach_pb2.WorkerFrame(heartbeat=beat), "heartbeat")
         before = progress
         await asyncio.sleep(every_s)
 
@@ -281,12 +291,12 @@ def encode(event: Event) -> attach_pb2.WorkerFrame:
     return attach_pb2.WorkerFrame(draft=codec.put_draft_event(event))
 
 
-def _merge_emits(first: Event, later: Event) -> Event:
+def _merge_emits(first: Outgoing, later: Outgoing) -> Outgoing:
     assert isinstance(first, Emit) and isinstance(later, Emit)
     return first.then(later)
 
 
-def _merge_hints(first: Event, later: Event) -> Event:
+def _merge_hints(first: Outgoing, later: Outgoing) -> Outgoing:
     """Union below the same prefix."""
     assert isinstance(first, Hinted) and isinstance(later, Hinted)
     merged = first.hint.tree.excerpt(range(len(first.hint.tree)))

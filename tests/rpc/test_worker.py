@@ -1,0 +1,185 @@
+"""The worker's side of Attach against a real gRPC server: one writer, malformed frames, coming back, failing loudly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from forerun.core.messages import Emit, Start, Stop
+from forerun.core.params import SeqId
+from forerun.rpc.options import server_options
+from forerun.rpc.worker import Worker
+from forerun.v1 import attach_pb2, attach_pb2_grpc, common_pb2, target_pb2
+
+HELLO = attach_pb2.Hello(role=attach_pb2.ROLE_TARGET, worker="w", incarnation="w1", capacity=4)
+
+
+class FakeCoordinator(attach_pb2_grpc.AttachmentServicer):  # type: ignore[misc]
+    """Keeps what a worker says; sends what a test puts in `commands`."""
+
+    def __init__(self, heartbeat_ms: int) -> None:
+        self.heartbeat_ms = heartbeat_ms
+        self.frames: asyncio.Queue[attach_pb2.WorkerFrame] = asyncio.Queue()
+        self.commands: asyncio.Queue[attach_pb2.CoordinatorFrame | None] = asyncio.Queue()
+        self.streams = 0
+
+    async def Attach(self, request_iterator: Any, context: Any) -> None:
+        self.streams += 1
+        await context.write(
+            attach_pb2.CoordinatorFrame(welcome=attach_pb2.Welcome(coordinator="c", heartbeat_ms=self.heartbeat_ms))
+        )
+        reading = asyncio.ensure_future(self._read(request_iterator))
+        try:
+            while (command := await self.commands.get()) is not None:
+                await context.write(command)
+        finally:
+            reading.cancel()
+
+    async def _read(self, frames: AsyncIterator[attach_pb2.WorkerFrame]) -> None:
+        async for frame in frames:
+            await self.frames.put(frame)
+
+    async def next(self, kind: str) -> Any:
+        while not (frame := await self.frames.get()).HasField(kind):  # type: ignore[arg-type]
+            pass
+        return getattr(frame, kind)
+
+
+class FakeEngine:
+    """Emits `tokens` one by one for every Start; `step` may be told to fail."""
+
+    progress = 0
+
+    def __init__(self, emit: Callable[[Any, Any], None], tokens: int = 0, fail: bool = False) -> None:
+        self._emit = emit
+        self._tokens = tokens
+        self._fail = fail
+        self._left: dict[Any, int] = {}
+        self.dropped: list[Any] = []
+        self.handled: list[Any] = []
+
+    @property
+    def sequence_count(self) -> int:
+        return len(self._left)
+
+    def handle(self, link: Any, command: Any) -> None:
+        self.handled.append(command)
+        if isinstance(command, Start):
+            self._left[link, command.seq] = self._tokens
+
+    def drop_link(self, link: Any) -> None:
+        self.dropped.append(link)
+        self._left = {key: left for key, left in self._left.items() if key[0] != link}
+
+    def hold_until(self) -> float | None:
+        return None
+
+    def held_in_vain(self) -> None:
+        raise AssertionError("nothing is held")
+
+    def step(self) -> bool:
+        if self._fail and self._left:
+            raise RuntimeError("the engine broke")
+        for (link, seq), left in list(self._left.items()):
+            if left == 0:
+                del self._left[link, seq]
+                continue
+            self.progress += 1
+            done = self._tokens - left
+            self._emit(link, Emit(seq, 1 + done, (done,), 0, 0, 1, 0))
+            self._left[link, seq] = left - 1
+        return bool(self._left)
+
+
+@asynccontextmanager
+async def attached(heartbeat_ms: int = 1000, **engine: Any) -> AsyncIterator[tuple[FakeCoordinator, FakeEngine, Any]]:
+    server = grpc.aio.server(options=server_options())
+    coordinator = FakeCoordinator(heartbeat_ms)
+    attach_pb2_grpc.add_AttachmentServicer_to_server(coordinator, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    worker = Worker(HELLO, [f"127.0.0.1:{port}"])
+    made = FakeEngine(worker.emit, **engine)
+    running = asyncio.ensure_future(worker.run(made))
+    await worker.attached.wait()
+    try:
+        yield coordinator, made, running
+    finally:
+        worker.stop()
+        await asyncio.wait({running})
+        await server.stop(None)
+
+
+def start(name: str) -> attach_pb2.CoordinatorFrame:
+    sampling = common_pb2.Sampling(temperature=0.0, top_p=1.0)
+    params = target_pb2.TargetParams(sampling=sampling, max_tokens=10)
+    message = target_pb2.Start(seq=common_pb2.Seq(request_id=name), prompt_len=1, tokens=[1], params=params)
+    return attach_pb2.CoordinatorFrame(target=target_pb2.TargetCommand(start=message))
+
+
+async def test_events_and_heartbeats_share_one_writer() -> None:
+    """A heartbeat every millisecond beside a flood of events: nothing is lost and the stream holds."""
+    count = 3000
+    async with attached(heartbeat_ms=1, tokens=count) as (coordinator, _, _):
+        await coordinator.commands.put(start("r"))
+        seen: list[int] = []
+        while len(seen) < count:
+            emit = (await coordinator.next("target")).emit
+            assert emit.base_len == 1 + len(seen)
+            seen.extend(emit.tokens)
+        assert seen == list(range(count))
+        for _ in range(20):
+            await coordinator.next("heartbeat")
+        assert coordinator.streams == 1
+
+
+async def test_a_malformed_command_refuses_its_sequence_and_nothing_else() -> None:
+    async with attached(tokens=1) as (coordinator, engine, _):
+        bad = start("bad")
+        bad.target.start.params.sampling.top_p = 7.0
+        await coordinator.commands.put(bad)
+        refused = (await coordinator.next("draft")).refused
+        assert refused.seq.request_id == "bad"
+        assert "top_p" in refused.reason
+        await coordinator.commands.put(attach_pb2.CoordinatorFrame())
+        await coordinator.commands.put(start("good"))
+        assert (await coordinator.next("target")).emit.seq.request_id == "good"
+        assert [command.seq for command in engine.handled] == [SeqId("good")]
+        assert coordinator.streams == 1
+
+
+async def test_comes_back_when_the_stream_ends() -> None:
+    async with attached(tokens=1) as (coordinator, engine, _):
+        await coordinator.commands.put(start("one"))
+        await coordinator.next("target")  # the first hello came before it
+        await coordinator.commands.put(None)
+        again = await coordinator.next("hello")
+        assert again.incarnation == "w1"
+        await coordinator.commands.put(start("two"))
+        assert (await coordinator.next("target")).emit.seq.request_id == "two"
+        assert coordinator.streams == 2
+        assert len(engine.dropped) == 1
+
+
+async def test_a_broken_engine_ends_the_worker_loudly() -> None:
+    async with attached(tokens=1, fail=True) as (coordinator, _, running):
+        await coordinator.commands.put(start("r"))
+        await asyncio.wait({running})
+        with pytest.raises(RuntimeError, match="the engine broke"):
+            running.result()
+
+
+async def test_stop_is_understood() -> None:
+    async with attached() as (coordinator, engine, _):
+        message = target_pb2.Stop(seq=common_pb2.Seq(request_id="r", attempt=4))
+        await coordinator.commands.put(attach_pb2.CoordinatorFrame(target=target_pb2.TargetCommand(stop=message)))
+        await coordinator.commands.put(start("r"))
+        for _ in range(2):  # a heartbeat later the engine has seen both
+            await coordinator.next("heartbeat")
+        assert engine.handled[0] == Stop(SeqId("r", 4))
