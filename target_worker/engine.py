@@ -140,7 +140,7 @@ class TargetEngine:
         now, deadline = self._clock(), None
         for key in self._running:
             sequence = self._sequences[key]
-            if not sequence.decoding or sequence.text.tree.node_count or not sequence.drafted_for:
+            if not sequence.decoding or sequence.text.tree.node_count or not sequence.wants_hints:
                 return None
             until = sequence.patience.deadline(now, self._pass_s)
             if until is None:
@@ -227,6 +227,6 @@ class TargetEngine:
 
     def _want(self, sequence: TargetSequence) -> int:
         """Nodes that a draft should hold ready below the last committed token."""
-        if not sequence.drafted_for:
+        if not sequence.wants_hints:
             return 0
         return sequence.most_nodes * self._config.lead

@@ -17,6 +17,7 @@ from forerun.core.sequence import TokenSequence
 from forerun.core.spans import Record, SpanWindow
 from forerun.core.tree import ROOT, Bounds
 from forerun.core.walk import Walk, walk
+from forerun.core.worth import HintWorth
 from forerun.runtime.passes import Cache, Run
 
 MOST_NODES = 256
@@ -51,6 +52,7 @@ class TargetSequence:
         ends = tuple(sorted(token for token in start.params.ends if token < vocab_size))
         self._picker = Picker(sampling, vocab_size, ends, start.prompt_len + start.params.min_tokens)
         self._ngram = NgramIndex(start.tokens) if ngram and self._accepts(Source.NGRAM) else None
+        self.worth = HintWorth()
         self.drafted_for = any(self._accepts(source) for source in Source if source is not Source.NGRAM)
         self.spans = SpanWindow(record, start.traceparent, "verify", "decode.window", start.params.trace_detail)
 
@@ -115,13 +117,24 @@ class TargetSequence:
 
         return walk(tree, frozenset(nodes), pick, self.params.ends, self.room)
 
+    @property
+    def wants_hints(self) -> bool:
+        """Whether a draft should work for it now."""
+        return self.drafted_for and self.worth.pays
+
+    def drafted(self, path: Sequence[int]) -> list[int]:
+        """Of these nodes, those that a draft sent."""
+        sources = self.text.tree.sources
+        return [node for node in path if sources[node] is not Source.NGRAM]
+
     def fresh(self, path: Sequence[int]) -> int:
         """Of these nodes, those that a draft sent while the pass before this one ran."""
-        sources = self.text.tree.sources
-        return sum(node >= self.settled_rows and sources[node] is not Source.NGRAM for node in path)
+        return sum(node >= self.settled_rows for node in self.drafted(path))
 
     def commit(self, decided: Walk) -> Finish | None:
         """KV is cut to the accepted path, the tree re-rooted below the last token."""
+        if self.drafted_for:
+            self.worth.passed(len(self.drafted(decided.path)), len(decided.tokens))
         self.kv.extend(self.text.committed_len + decided.accepted)
         self.text.advance(decided.tokens)
         self.settled_rows = len(self.text.tree)
