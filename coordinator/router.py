@@ -16,7 +16,7 @@ from forerun.v1 import attach_pb2
 
 log = logging.getLogger(__name__)
 
-FIRST_WANT = 16
+FIRST_WANT = 32
 """Nodes a draft may grow before the target's first Emit says how many pay."""
 
 

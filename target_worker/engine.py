@@ -34,7 +34,7 @@ class TargetConfig:
     row_budget: int = 256  # rows of a pass
     prefill_chunk: int = 128  # prompt rows of one sequence in a pass
     ngram: bool = True  # prompt and output lookup in this process
-    lead: int = 3  # nodes wanted from a draft, per node that may be checked
+    lead: int = 6  # nodes wanted from a draft, per node that may be checked
 
 
 class TargetEngine:

@@ -1,10 +1,10 @@
 """A simulated model: stated pass time, acceptance and vocabulary, everything else real.
 
-    sim:pass=20ms,row=0.2ms,accept=0.8,vocab=1000,context=4096
+    sim:pass=20ms,row=0.2ms,step=2ms,accept=0.8,branch=0.3,vocab=1000,context=4096
 
 The target's next token is a hash of the tokens before it, read back *from the KV columns*, so a
 wrong rollback changes the text as it would with a real model. A draft of the same name guesses that
-token with chance `accept`, decided by the same hash, and another one otherwise.
+token first with chance `accept`, decided by the same hash; if not, second with chance `branch`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class SimSpec:
     row_s: float = 0.0  # each further row of it
     step_s: float = 0.002  # a draft step
     accept: float = 0.8  # chance that the draft's first guess is the target's token
+    branch: float = 0.3  # chance that its runner-up is, if the first guess is not
     vocab: int = 1000
     context: int = 4096
     seed: int = 0
@@ -49,17 +50,19 @@ class SimSpec:
             key, _, text = part.partition("=")
             name = names.get(key, key)
             if name not in known or key in ("pass_s", "row_s", "step_s"):
-                known_keys = "pass, row, step, accept, vocab, context, seed"
+                known_keys = "pass, row, step, accept, branch, vocab, context, seed"
                 raise ModelRefused(f"simulated model has no {key!r}; it has {known_keys}")
             match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)?", text)
             if not match or (match[2] is not None) != name.endswith("_s"):
                 right = "a time such as 20ms" if name.endswith("_s") else "a number"
                 raise ModelRefused(f"{key}={text!r} is not {right}")
             scale = {"us": 1e-6, "ms": 1e-3, "s": 1.0, None: 1.0}[match[2]]
-            values[name] = float(match[1]) * scale if name.endswith("_s") or name == "accept" else int(float(match[1]))
+            values[name] = (
+                float(match[1]) * scale if name.endswith("_s") or name in ("accept", "branch") else int(float(match[1]))
+            )
         spec = cls(**values)  # type: ignore[arg-type]
-        if not 0.0 <= spec.accept <= 1.0 or spec.vocab < 2 or spec.context < 2:
-            raise ModelRefused("a simulated model needs accept in [0, 1], vocab and context of at least 2")
+        if not (0.0 <= spec.accept <= 1.0 and 0.0 <= spec.branch <= 1.0 and spec.vocab > 3 and spec.context > 1):
+            raise ModelRefused("a simulated model needs accept and branch in [0, 1], vocab above 3 and context above 1")
         return spec
 
 
@@ -132,11 +135,13 @@ class SimModel:
     def _rows(self, prefixes: list[list[int]]) -> NDArray[np.float32]:
         logits = np.zeros((len(prefixes), self.vocab_size), dtype=np.float32)
         for row, prefix in enumerate(prefixes):
-            right, other, luck = self._hashed(prefix)
+            right, wrong, luck = self._hashed(prefix)
+            first, second = right, wrong
             if self._draft and luck >= self.spec.accept:
-                right, other = other, right
-            logits[row, right] = _PEAK
-            logits[row, other] = _PEAK / 2
+                found = (luck - self.spec.accept) < self.spec.branch * (1.0 - self.spec.accept)
+                first, second = wrong, right if found else self._another(right, wrong)
+            logits[row, first] = _PEAK
+            logits[row, second] = _PEAK / 2
         return logits
 
     def _hashed(self, prefix: list[int]) -> tuple[int, int, float]:
@@ -144,7 +149,11 @@ class SimModel:
         digest = hashlib.blake2b(
             np.asarray(prefix, dtype=np.uint32).tobytes(), digest_size=24, salt=self.spec.seed.to_bytes(8, "little")
         ).digest()
-        right, other, luck = (int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16))
+        right, wrong, luck = (int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16))
         right %= self.vocab_size
-        other = (right + 1 + other % (self.vocab_size - 1)) % self.vocab_size
-        return right, other, luck / 2**64
+        wrong = (right + 1 + wrong % (self.vocab_size - 1)) % self.vocab_size
+        return right, wrong, luck / 2**64
+
+    def _another(self, right: int, wrong: int) -> int:
+        """A token that is neither."""
+        return next(token for token in range(3) if token not in (right, wrong))

@@ -1,0 +1,60 @@
+"""The simulated model does what its name says: acceptance, branch hits, times, and a text that depends on KV."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.core.errors import ModelRefused
+from forerun.runtime.passes import Run
+from forerun.runtime.sim import SimModel, SimSpec
+
+
+def test_acceptance_and_branches_are_as_stated() -> None:
+    spec = SimSpec(accept=0.7, branch=0.4, vocab=100, step_s=0.0, pass_s=0.0)
+    target, draft = SimModel(spec, draft=False), SimModel(spec, draft=True)
+    count, first, second = 6000, 0, 0
+    for number in range(count):
+        prefix = (number % 100, number // 100)
+        right = int(target.forward([Run(target.new_kv(), prefix, 0, 1)])[0][0].argmax())
+        row = draft.forward([Run(draft.new_kv(), prefix, 0, 1)])[0][0]
+        order = row.argsort()[::-1]
+        first += int(order[0]) == right
+        second += int(order[1]) == right
+    assert first / count == pytest.approx(0.7, abs=0.02)
+    assert second / (count - first) == pytest.approx(0.4, abs=0.04)
+
+
+def test_times_are_as_stated() -> None:
+    slept: list[float] = []
+    spec = SimSpec.parse("sim:pass=2s,row=100ms,step=500ms")
+    SimModel(spec, draft=False, sleep=slept.append).forward([Run(SimModel(spec, False).new_kv(), (1, 2, 3), 0, 1)])
+    SimModel(spec, draft=True, sleep=slept.append).forward([Run(SimModel(spec, True).new_kv(), (1,), 0, 1)])
+    assert slept == pytest.approx([2.3, 0.5], abs=0.1)
+
+
+def test_text_follows_what_the_columns_hold() -> None:
+    model = SimModel(SimSpec(pass_s=0.0), draft=False)
+    clean, stale = model.new_kv(), model.new_kv()
+    model.forward([Run(stale, (9, 9, 9, 9), 0, 1)])
+    expected = model.forward([Run(clean, (1, 2, 3), 0, 1)])[0]
+    model.forward([Run(stale, (1, 2), 0, 1)])
+    assert (model.forward([Run(stale, (3,), 2, 1)])[0] == expected).all()
+    assert (model.forward([Run(stale, (3,), 3, 1)])[0] != expected).any()
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("sim:speed=3", "'speed'"),
+        ("sim:pass=20", "a time such as 20ms"),
+        ("sim:pass=fast", "a time such as 20ms"),
+        ("sim:accept=lots", "a number"),
+        ("sim:accept=1.5", "accept"),
+        ("sim:branch=2", "branch"),
+        ("sim:vocab=1", "vocab"),
+        ("sim:pass_s=1", "'pass_s'"),
+    ],
+)
+def test_what_is_wrong_is_named(model: str, named: str) -> None:
+    with pytest.raises(ModelRefused, match=named):
+        SimSpec.parse(model)
