@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from draft_worker.engine import DraftConfig, DraftEngine
 from forerun.core.params import Source
-from forerun.runtime.serving import LoadOptions, attach, load, own_name
+from forerun.runtime.serving import LoadOptions, attach, hello, load
 from forerun.telemetry.tracing import Tracing
-from forerun.v1 import attach_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +23,10 @@ async def serve(options: DraftOptions) -> None:
     """Runs until SIGTERM or SIGINT. Raises ModelRefused."""
     loaded = load(options.load, draft=True)
     source = Source.EARLY_EXIT if options.load.layers else Source.MODEL
-    worker, incarnation = own_name("draft")
-    hello = attach_pb2.Hello(
-        role=attach_pb2.ROLE_DRAFT,
-        worker=worker,
-        incarnation=incarnation,
-        model=options.load.model,
-        revision=loaded.revision,
-        numerics_id=loaded.numerics_id,
-        capacity=options.max_sequences,
-        context_limit=loaded.model.context_limit,
-        vocab_size=loaded.vocab_size,
-        sources=[int(source)],  # type: ignore[list-item]
-    )
     tracing = Tracing.from_environment("forerun-draft")
     config = DraftConfig(source=source, max_sequences=options.max_sequences, width=options.width)
     await attach(
-        hello,
+        hello("draft", options.load, loaded, options.max_sequences, [source]),
         options.coordinators,
         lambda emit: DraftEngine(loaded.model, loaded.vocab_size, config, emit, tracing.record),
         tracing,

@@ -27,6 +27,10 @@ class Source(IntEnum):
     def label(self) -> str:
         return self.name.lower()
 
+    @property
+    def name_on_wire(self) -> str:
+        return f"SOURCE_{self.name}"
+
     @classmethod
     def parse(cls, label: str) -> Source:
         """Raises KeyError with the known labels if `label` is none of them."""

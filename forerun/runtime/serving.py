@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from forerun.core.params import Source
 from forerun.rpc.worker import Engine, Worker
 from forerun.runtime.models import load_causal_lm, numerics_id, resolve, revision
 from forerun.runtime.passes import Model
@@ -61,20 +62,33 @@ def load(options: LoadOptions, draft: bool) -> Loaded:
     return Loaded(model, min(text.vocab_size, model.vocab_size), revision(folder), bits, text.eos_token_ids)
 
 
-def own_name(role: str) -> tuple[str, str]:
-    """(worker, incarnation): where it runs, and which start of it."""
+def hello(
+    role: str, options: LoadOptions, loaded: Loaded, capacity: int, sources: Sequence[Source]
+) -> attach_pb2.Hello:
+    """What a worker says of itself first. `role` is target or draft; the incarnation names this very start."""
     worker = f"{role}-{socket.gethostname()}-{os.getpid()}"
-    return worker, f"{worker}-{time.time_ns()}"
+    return attach_pb2.Hello(
+        role=attach_pb2.Role.Value(f"ROLE_{role.upper()}"),
+        worker=worker,
+        incarnation=f"{worker}-{time.time_ns()}",
+        model=options.model,
+        revision=loaded.revision,
+        numerics_id=loaded.numerics_id,
+        capacity=capacity,
+        context_limit=loaded.model.context_limit,
+        vocab_size=loaded.vocab_size,
+        sources=[source.name_on_wire for source in sources],
+    )
 
 
 async def attach(
-    hello: attach_pb2.Hello,
+    greeting: attach_pb2.Hello,
     coordinators: Sequence[str],
     make_engine: Callable[[Callable[[Any, Any], None]], Engine],
     tracing: Tracing,
 ) -> None:
     """Serve until SIGTERM or SIGINT."""
-    worker = Worker(hello, coordinators)
+    worker = Worker(greeting, coordinators)
     engine = make_engine(worker.emit)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
