@@ -68,7 +68,7 @@ def hello(
     """What a worker says of itself first. `role` is target or draft; the incarnation names this very start."""
     worker = f"{role}-{socket.gethostname()}-{os.getpid()}"
     return attach_pb2.Hello(
-        role=attach_pb2.Role.Value(f"ROLE_{role.upper()}"),
+        role=f"ROLE_{role.upper()}",
         worker=worker,
         incarnation=f"{worker}-{time.time_ns()}",
         model=options.model,

@@ -37,10 +37,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def models(folders: dict[str, str]) -> dict[str, TransformersModel]:
     torch.set_num_threads(1)
 
-    def load(name: str, layers: int | None = None) -> TransformersModel:
-        return TransformersModel(load_causal_lm(folders[name], "float32", layers), CONTEXT)
+    def load(name: str, layers: int | None = None, dtype: str = "float32") -> TransformersModel:
+        return TransformersModel(load_causal_lm(folders[name], dtype, layers), CONTEXT)
 
-    return {"same": load("target"), "near": load("target", 1), "other": load("other")}
+    half = load("target", dtype="bfloat16")
+    return {"same": load("target"), "near": load("target", 1), "other": load("other"), "bfloat16": half}
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,8 @@ def reference(folders: dict[str, str], prompts: list[list[int]]) -> list[list[in
     return answers
 
 
-def target(models: dict[str, TransformersModel], **config: Any) -> Any:
-    return lambda emit: TargetEngine(models["same"], VOCAB, TargetConfig(**config), emit)
+def target(models: dict[str, TransformersModel], name: str = "same") -> Any:
+    return lambda emit: TargetEngine(models[name], VOCAB, TargetConfig(), emit)
 
 
 def draft(model: TransformersModel, **config: Any) -> Any:
@@ -186,17 +187,18 @@ async def test_target_killed_in_the_middle_and_another_goes_on(
     assert not any(session.not_exact for session in sessions)
 
 
+@pytest.mark.parametrize("precision", ["same", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 async def test_batches_and_speculation_do_not_change_seeded_text(
-    models: dict[str, TransformersModel], prompts: list[list[int]], temperature: float
+    models: dict[str, TransformersModel], prompts: list[list[int]], temperature: float, precision: str
 ) -> None:
-    """Coupled picks: batch 1, 4 and 16, on and off, the same ids."""
+    """Coupled picks: batch 1, 4 and 16, on and off, the same ids, in float32 and in bfloat16."""
     asked = [(prompts[i % len(prompts)], i) for i in range(16)]
 
     async def answers(batch: int, sources: list[Source]) -> list[list[int]]:
         cluster = Cluster()
-        cluster.attach_target(target(models))
-        cluster.attach_draft(draft(models["same"]))
+        cluster.attach_target(target(models, precision))
+        cluster.attach_draft(draft(models[precision]))
         found: list[list[int]] = []
         for at in range(0, len(asked), batch):
             wanted = (
