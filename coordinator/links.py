@@ -37,7 +37,25 @@ class WorkerLink:
     hello: attach_pb2.Hello
     outbox: Outbox[Outgoing]
     sequences: int = 0  # placed here by this coordinator and not ended
+    replaced: asyncio.Event = field(default_factory=asyncio.Event)  # set when its worker attached anew
+    _progress: int = -1
+    _alive: asyncio.Event = field(default_factory=asyncio.Event)
     heard: asyncio.Event = field(default_factory=asyncio.Event)  # set by every frame
+
+    def beat(self, heartbeat: attach_pb2.Heartbeat) -> None:
+        """Progress, or an engine between two steps, is a sign of life; a step that has no end is not."""
+        if heartbeat.idle or heartbeat.progress != self._progress:
+            self._progress = heartbeat.progress
+            self._alive.set()
+
+    async def stalled(self, limit_s: float) -> None:
+        """Returns when the engine has been in one step for `limit_s`."""
+        while True:
+            self._alive.clear()
+            try:
+                await asyncio.wait_for(self._alive.wait(), limit_s)
+            except TimeoutError:
+                return
 
     @property
     def name(self) -> str:
@@ -102,14 +120,17 @@ class Pool:
     def drafts(self) -> list[WorkerLink]:
         return [link for link in self._links if not link.is_target]
 
-    async def target(self, refused: Iterable[WorkerLink], wait_s: float) -> WorkerLink | None:
-        """The least loaded target, waiting at most `wait_s` for one to attach."""
+    async def target(self, refused: Iterable[WorkerLink], wait_s: float, numerics_id: str = "") -> WorkerLink | None:
+        """The least loaded target, waiting at most `wait_s` for one to attach.
+
+        Those that compute the bits of `numerics_id` come before all others.
+        """
         refused = list(refused)
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
             fit = [link for link in self.targets if link not in refused]
             if fit:
-                return min(fit, key=lambda link: link.sequences)
+                return min(fit, key=lambda link: (link.hello.numerics_id != numerics_id, link.sequences))
             self._changed.clear()
             left = deadline - asyncio.get_running_loop().time()
             try:

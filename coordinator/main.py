@@ -21,8 +21,10 @@ from coordinator.attachment import Attachment
 from coordinator.links import Pool
 from coordinator.router import Router, RouterConfig
 from coordinator.service import Generation, Served
+from forerun.core.errors import ModelRefused
 from forerun.rpc.options import server_options
-from forerun.runtime.models import resolve
+from forerun.runtime.models import resolve, revision
+from forerun.runtime.sim import PREFIX, SimSpec
 from forerun.telemetry.metrics import CoordinatorMetrics
 from forerun.telemetry.tracing import Tracing
 from forerun.text import TextModel
@@ -43,11 +45,14 @@ class CoordinatorOptions:
     max_requests: int = 256
     target_wait_s: float = 10.0
     metrics_port: int = 0  # 0: no metrics
+    stall_s: float = 30.0  # a worker whose engine is in one step for so long is given up
 
 
 async def serve(options: CoordinatorOptions) -> None:
     """Runs until SIGTERM or SIGINT. Raises ModelRefused, or OSError if a port is taken."""
     folder = resolve(options.model, weights=False)
+    if folder.startswith(PREFIX):
+        SimSpec.parse(folder)  # names what is misspelt
     served = Served(tuple(dict.fromkeys((options.model, folder))), TextModel.load(folder))
     tracing = Tracing.from_environment("forerun-coordinator")
     health = HealthServicer()
@@ -87,7 +92,9 @@ async def serve(options: CoordinatorOptions) -> None:
     reflection.enable_server_reflection(public_names, public)
     internal = grpc.aio.server(options=server_options())
     name = f"{socket.gethostname()}:{options.port}"
-    attach_pb2_grpc.add_AttachmentServicer_to_server(Attachment(name, router), internal)
+    attach_pb2_grpc.add_AttachmentServicer_to_server(
+        Attachment(name, router, _revision(folder), options.stall_s), internal
+    )
     internal_names = (attach_pb2.DESCRIPTOR.services_by_name["Attachment"].full_name, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(internal_names, internal)
 
@@ -106,6 +113,16 @@ async def serve(options: CoordinatorOptions) -> None:
     await public.stop(options.grace_s)
     await internal.stop(0.5)
     await asyncio.to_thread(tracing.shutdown)
+
+
+def _revision(folder: str) -> str:
+    """What its targets must say; empty where the weights are not at hand."""
+    if folder.startswith(PREFIX):
+        return folder
+    try:
+        return revision(folder)
+    except ModelRefused:
+        return ""
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int) -> None:

@@ -58,6 +58,8 @@ def check(request: generation_pb2.GenerateRequest, text: TextModel, names: Seque
         raise InvalidRequest(f"the request has {request.ByteSize()} bytes; at most {MAX_MESSAGE_BYTES} are taken")
     _refuse_unknown(request, "")
     _refuse_unhonoured(request)
+    if request.HasField("n") and request.n == 0:
+        raise InvalidRequest("n must be at least 1, not 0")
     if request.model and request.model not in names:
         raise InvalidRequest(f"model {request.model!r} is not served here; {names[0]!r} is")
     if len(request.request_id) > MOST_ID_CHARS:
@@ -108,7 +110,7 @@ def _refuse_unhonoured(request: generation_pb2.GenerateRequest) -> None:
         ("output.prompt_logprobs", output.HasField("prompt_logprobs")),
         ("output.echo", output.echo),
         ("priority", request.priority != 0),
-        ("n", request.HasField("n") and request.n != 1),
+        ("n above 1", request.n > 1),
         ("speculation.verification TYPICAL", request.speculation.verification == common_pb2.VERIFICATION_TYPICAL),
     ]
     for name, neutral in _NEUTRAL.items():
@@ -202,12 +204,10 @@ def _max_draft_tokens(speculation: generation_pb2.SpeculationParams, limits: Lim
     modes: Any = generation_pb2.SpeculationParams
     if speculation.mode not in (modes.MODE_UNSPECIFIED, modes.AUTO, modes.OFF):
         raise InvalidRequest(f"speculation.mode {speculation.mode} is unknown; AUTO and OFF are")
-    if speculation.mode == modes.OFF:
-        return 0
-    if not speculation.HasField("max_draft_tokens"):
-        return limits.lookahead
     if speculation.max_draft_tokens > MOST_DRAFT_TOKENS:
         raise InvalidRequest(
             f"speculation.max_draft_tokens must be in [0, {MOST_DRAFT_TOKENS}], not {speculation.max_draft_tokens}"
         )
-    return speculation.max_draft_tokens
+    if speculation.mode == modes.OFF:
+        return 0
+    return speculation.max_draft_tokens if speculation.HasField("max_draft_tokens") else limits.lookahead

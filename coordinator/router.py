@@ -9,12 +9,15 @@ from dataclasses import dataclass
 
 from coordinator.links import Pool, WorkerLink
 from coordinator.session import Session
-from forerun.core.errors import Aborted, AlreadyExists, Exhausted, MalformedMessage, Unavailable
+from forerun.core.errors import Aborted, AlreadyExists, Exhausted, ForerunError, MalformedMessage, Unavailable
 from forerun.core.messages import Emit, Gap, Refused, TargetParams
 from forerun.rpc import codec
 from forerun.v1 import attach_pb2
 
 log = logging.getLogger(__name__)
+
+MOST_HINT_BYTES = 1 << 20
+"""A hint beyond this is no use to anybody and is not relayed."""
 
 FIRST_WANT = 32
 """Nodes a draft may grow before the target's first Emit says how many pay."""
@@ -24,6 +27,7 @@ FIRST_WANT = 32
 class RouterConfig:
     max_requests: int = 256  # at once; more are refused with RESOURCE_EXHAUSTED
     target_wait_s: float = 10.0  # how long a request waits for a target to attach
+    most_targets: int = 4  # a request that lost as many is given up: it may be what kills them
 
 
 class Router:
@@ -59,14 +63,31 @@ class Router:
         return session
 
     async def place(self, session: Session) -> None:
-        """Find a target, and a draft if hints may help. Raises Unavailable."""
-        target = await self.pool.target(session.refused_by, self._config.target_wait_s)
-        if target is None:
-            raise Unavailable(f"no target worker attached within {self._config.target_wait_s:g} s")
+        """Find a target, and a draft if hints may help. Raises Unavailable, or what ended the session meanwhile."""
+        if session.targets_used >= self._config.most_targets:
+            raise Unavailable(f"{session.targets_used} targets were lost while they served this request")
+        wanted = session.target_hello.numerics_id if session.target_hello else ""
+        finding = asyncio.ensure_future(self.pool.target(session.refused_by, self._config.target_wait_s, wanted))
+        ended = asyncio.ensure_future(session.ended.wait())
+        try:
+            await asyncio.wait((finding, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            finding.cancel()
+        if session.failure is not None:
+            raise session.failure
         if session.over:
             return
+        target = finding.result()
+        if target is None:
+            raise Unavailable(f"no target worker attached within {self._config.target_wait_s:g} s")
         session.begin_on(target)
         self._offer_draft(session)
+
+    async def any_target(self) -> None:
+        """Wait until some target is attached. Raises Unavailable."""
+        if await self.pool.target((), self._config.target_wait_s) is None:
+            raise Unavailable(f"no target worker attached within {self._config.target_wait_s:g} s")
 
     def end(self, session: Session) -> None:
         """Forget it, and free what it holds."""
@@ -94,7 +115,7 @@ class Router:
         async def replace() -> None:
             try:
                 await self.place(session)
-            except Unavailable as error:
+            except ForerunError as error:
                 session.fail(error)
 
         task = asyncio.get_running_loop().create_task(replace())
@@ -104,6 +125,10 @@ class Router:
     # --- frames --------------------------------------------------------------------------------
 
     def attached(self, link: WorkerLink) -> None:
+        """A worker said hello; if it did before, that stream is over, whatever its state."""
+        for other in (*self.pool.targets, *self.pool.drafts):
+            if other.hello.worker == link.hello.worker:
+                other.replaced.set()
         self.pool.add(link)
         log.info("attached: %s, model %s", link.name, link.hello.model)
 
@@ -122,7 +147,7 @@ class Router:
                 case "draft" if frame.draft.WhichOneof("kind") == "hint":
                     envelope = frame.draft.hint
                     session = self._sessions.get(envelope.seq.request_id)
-                    if session is not None:
+                    if session is not None and len(envelope.hint) <= MOST_HINT_BYTES:
                         session.on_hint(link, codec.seq_of(envelope.seq), envelope.hint)
                 case "draft":
                     self._event(link, codec.draft_answer_of(frame.draft))

@@ -121,9 +121,11 @@ class Generation(generation_pb2_grpc.GenerationServicer):
     ) -> AsyncGenerator[generation_pb2.GenerateEvent, None]:
         """Started, chunks, Finished. However it ends, nothing of it stays in the workers."""
         arrived_ns = time.time_ns()
-        limits = self._limits()
-        # Tokenising a long prompt takes a while; the streams of others go on meanwhile.
-        accepted = await asyncio.to_thread(check, request, self._served.text, self._served.names, limits)
+        try:
+            accepted, limits = await self._accept(request)
+        except errors.ForerunError as error:
+            self._metrics.ended(_outcome(error))
+            raise
         metadata = dict(context.invocation_metadata() or ())
         span = self._tracing.start(
             f"generate {self._served.names[0]}",
@@ -137,12 +139,15 @@ class Generation(generation_pb2_grpc.GenerationServicer):
                 "gen_ai.request.temperature": accepted.params.sampling.temperature,
             },
         )
+        answered = False
         try:
             async with aclosing(self._traced(accepted, limits, span, arrived_ns)) as answer:
                 async for event in answer:
+                    answered = event.HasField("finished")
                     yield event
         except BaseException as error:
-            self._metrics.ended(type(error).__name__)
+            if not answered:
+                self._metrics.ended(_outcome(error))
             span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
             raise
         finally:
@@ -163,12 +168,14 @@ class Generation(generation_pb2_grpc.GenerationServicer):
                 told_ns = 0
                 async for event in answer:
                     now_ns = time.time_ns()
-                    if not told_ns:
+                    count = len(event.chunk.token_ids)
+                    if count and not told_ns:
                         self._tracing.record(traceparent, "prefill", placed_ns, now_ns, {})
                         self._metrics.first_token((now_ns - arrived_ns) / 1e9)
-                    elif event.chunk.token_ids:
-                        self._metrics.tokens(len(event.chunk.token_ids), (now_ns - told_ns) / 1e9)
-                    told_ns = now_ns
+                        self._metrics.tokens(count - 1, 0.0)
+                    elif count:
+                        self._metrics.tokens(count, (now_ns - told_ns) / 1e9)
+                    told_ns = now_ns if count else told_ns
                     if event.HasField("finished"):
                         _describe(span, event.finished)
                         usage = event.finished.usage
@@ -179,6 +186,18 @@ class Generation(generation_pb2_grpc.GenerationServicer):
                     yield event
         finally:
             self._router.end(session)
+
+    async def _accept(self, request: generation_pb2.GenerateRequest) -> tuple[Accepted, Limits]:
+        """Check against the files, so that what is wrong is said at once, then against an attached target.
+
+        In a thread: tokenising a long prompt takes a while, and the streams of others go on meanwhile.
+        """
+        text, names = self._served.text, self._served.names
+        if not self._router.pool.targets:
+            await asyncio.to_thread(check, request, text, names, self._limits())
+            await self._router.any_target()
+        limits = self._limits()
+        return await asyncio.to_thread(check, request, text, names, limits), limits
 
     def _started(self, accepted: Accepted, hello: Any, span: Span) -> generation_pb2.Started:
         return generation_pb2.Started(
@@ -219,6 +238,14 @@ def _describe(span: Span, finished: generation_pb2.Finished) -> None:
             "forerun.passes": usage.passes,
         }
     )
+
+
+def _outcome(error: BaseException) -> str:
+    """How a request ended, as a metric names it: the status in lower case."""
+    if isinstance(error, errors.ForerunError):
+        return STATUS.get(type(error), grpc.StatusCode.INTERNAL).name.lower()
+    left = isinstance(error, asyncio.CancelledError | GeneratorExit)
+    return "cancelled" if left else "internal"
 
 
 async def _fail(context: Context, error: errors.ForerunError) -> NoReturn:

@@ -7,11 +7,12 @@ Everything here runs on the event loop and never blocks; it does not know text, 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.links import RelayedHint, WorkerLink
-from forerun.core.errors import ForerunError, InvalidRequest, LedgerConflict
+from forerun.core.errors import ForerunError, LedgerConflict, WorkerFailed
 from forerun.core.ledger import Ledger
 from forerun.core.messages import (
     Close,
@@ -26,6 +27,8 @@ from forerun.core.messages import (
 )
 from forerun.core.params import Finish, SeqId, Source
 from forerun.v1 import attach_pb2
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class Session:
         self._offer_draft = offer_draft
         self._changed = asyncio.Event()
         self._closed = False
+        self.ended = asyncio.Event()  # closed, whatever the reason
+        self.targets_used = 0
 
     @property
     def over(self) -> bool:
@@ -93,6 +98,7 @@ class Session:
     def begin_on(self, target: WorkerLink) -> None:
         """Start there, or go on there from the ledger."""
         self.target = target
+        self.targets_used += 1
         target.sequences += 1
         self._target_seq = SeqId(self.request_id, self._next_attempt())
         if self.target_hello is None:
@@ -118,7 +124,7 @@ class Session:
             done = self.ledger.committed_len - self.ledger.prompt_len
             known = self.target_hello.vocab_size if self.target_hello else 0
             params = DraftParams(
-                self.params.sampling, self.params.max_tokens - done, self.params.ends, known or 1 << 31
+                self.params.sampling, max(0, self.params.max_tokens - done), self.params.ends, known or 1 << 31
             )
         tokens = tuple(self.ledger.tokens[base_len:])
         sync = Sync(self._draft_seq, base_len, tokens, self._want, params, accepted, checked, self.traceparent)
@@ -132,10 +138,10 @@ class Session:
             return
         base_len = self.ledger.committed_len
         try:
+            self._check(link, emit)
             fresh = self.ledger.commit(emit.base_len, emit.tokens)
-        except LedgerConflict:
-            self._leave_target(stop=True)
-            self._replace_target(self)
+        except LedgerConflict as conflict:
+            self._give_up_target(link, str(conflict))
             return
         self._want = emit.want
         self._emits.append((emit.base_len, emit.drafted, emit.accepted, emit.passes))
@@ -151,6 +157,23 @@ class Session:
             self._offer_draft(self)
         self._changed.set()
 
+    def _check(self, link: WorkerLink, emit: Emit) -> None:
+        """Raises LedgerConflict for an Emit that no target of this request makes."""
+        most_len = self.ledger.prompt_len + self.params.max_tokens
+        if emit.base_len + len(emit.tokens) > most_len or (not emit.tokens and emit.finish is None):
+            raise LedgerConflict(f"{len(emit.tokens)} tokens at {emit.base_len}; the request ends at {most_len}")
+        if emit.tokens and link.hello.vocab_size and max(emit.tokens) >= link.hello.vocab_size:
+            raise LedgerConflict(f"token id {max(emit.tokens)} is outside its vocabulary of {link.hello.vocab_size}")
+        if emit.accepted > min(emit.drafted, len(emit.tokens)):
+            raise LedgerConflict(f"{emit.accepted} accepted of {emit.drafted} drafted, {len(emit.tokens)} tokens")
+
+    def _give_up_target(self, link: WorkerLink, why: str) -> None:
+        """What it says cannot be: go on elsewhere, not there."""
+        log.error("%s gave up on %s: %s", self.request_id, link.name, why)
+        self.refused_by.add(link)
+        self._leave_target(stop=True)
+        self._replace_target(self)
+
     def on_hint(self, link: WorkerLink, seq: SeqId, hint: bytes) -> None:
         if link is self.draft and seq == self._draft_seq and self.target is not None:
             self.target.send(RelayedHint(self._target_seq, hint))
@@ -160,8 +183,7 @@ class Session:
         if link is self.draft and gap.seq == self._draft_seq:
             self._sync_from(min(gap.have_len, self.ledger.committed_len))
         elif link is self.target and gap.seq == self._target_seq:
-            self._leave_target(stop=True)
-            self.begin_on(link)
+            self._give_up_target(link, f"it holds {gap.have_len} tokens of a sequence that was sent whole")
 
     def on_refused(self, link: WorkerLink, refused: Refused) -> None:
         if link is self.draft and refused.seq == self._draft_seq:
@@ -173,7 +195,7 @@ class Session:
             if refused.retryable:
                 self._replace_target(self)
             else:
-                self.fail(InvalidRequest(refused.reason))
+                self.fail(WorkerFailed(f"{link.name} refused: {refused.reason}"))
 
     def on_lost(self, link: WorkerLink) -> None:
         """A worker's stream ended."""
@@ -186,13 +208,16 @@ class Session:
                 self._replace_target(self)
 
     def counts(self, completion_len: int) -> Counts:
-        """Work behind the first `completion_len` tokens: what a stop string cut off is not counted."""
+        """Work behind the first `completion_len` tokens: what a stop string cut off is not counted.
+
+        Of passes that came as one message and were cut in the middle, at most one per token is.
+        """
         end = self.ledger.prompt_len + completion_len
         kept = [emit for emit in self._emits if emit[0] < end]
         return Counts(
             drafted=sum(drafted for _, drafted, _, _ in kept),
             accepted=sum(min(accepted, end - base_len) for base_len, _, accepted, _ in kept),
-            passes=sum(passes for *_, passes in kept),
+            passes=sum(min(passes, end - base_len) for base_len, _, _, passes in kept),
         )
 
     # --- ending --------------------------------------------------------------------------------
@@ -205,6 +230,7 @@ class Session:
     def close(self) -> None:
         """Free everything in the workers, and take nothing up again. Repeatable."""
         self._closed = True
+        self.ended.set()
         self._leave_target(stop=True)
         self._leave_draft()
         self._changed.set()

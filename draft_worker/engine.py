@@ -28,7 +28,8 @@ class DraftConfig:
     source: Source = Source.MODEL  # what its hints are labelled
     max_sequences: int = 64
     width: int = 3  # nodes grown in one step, over all sequences; at least one each while they are few
-    prefill_chunk: int = 128
+    prefill_chunk: int = 128  # rows of one sequence in a step
+    row_budget: int = 256  # rows of a step: many new prompts do not stall those that are drafted for
 
 
 class DraftEngine:
@@ -132,12 +133,12 @@ class DraftEngine:
         if not frontier:
             return False
         started_ns = self._wall_ns()
-        runs = [sequence.run(row, self._config.prefill_chunk) for sequence, row in frontier]
+        runs = [sequence.run(row, chunk) for sequence, row, chunk in frontier]
         logits = self._model.forward(runs)
         ended_ns = self._wall_ns()
         self.steps += 1
         new: dict[tuple[Link, SeqId], list[int]] = {}
-        for (sequence, row), run, rows in zip(frontier, runs, logits, strict=True):
+        for (sequence, row, _), run, rows in zip(frontier, runs, logits, strict=True):
             new.setdefault(sequence.key, []).extend(sequence.grow(row, run, rows, started_ns, ended_ns))
         for key, nodes in new.items():
             if nodes:
@@ -145,8 +146,8 @@ class DraftEngine:
                 self._emit(sequence.link, Hinted(sequence.seq, sequence.hint(nodes), sequence.traceparent))
         return True
 
-    def _choose_frontier(self) -> list[tuple[DraftSequence, int]]:
-        """The best nodes of all sequences, best first; every sequence that has any gets its best one."""
+    def _choose_frontier(self) -> list[tuple[DraftSequence, int, int]]:
+        """(sequence, node, rows it may take): every sequence's best node, then the best of the others."""
         firsts: list[tuple[float, DraftSequence, int]] = []
         others: list[tuple[float, DraftSequence, int]] = []
         for sequence in self._sequences.values():
@@ -155,4 +156,11 @@ class DraftEngine:
             others.extend((chance, sequence, row) for chance, row in ranked[1 : self._config.width])
         spare = max(0, self._config.width - len(firsts))
         best = firsts + heapq.nlargest(spare, others, key=lambda item: item[0])
-        return [(sequence, row) for _, sequence, row in best]
+        best.sort(key=lambda item: item[1].debt)  # what costs one row goes first, prompts share the rest
+        chosen, left = [], self._config.row_budget
+        for _, sequence, row in best:
+            rows = min(max(1, sequence.debt), self._config.prefill_chunk, left)
+            if rows:
+                chosen.append((sequence, row, rows))
+                left -= rows
+        return chosen

@@ -77,7 +77,7 @@ class DraftSequence:
         self.kv.free_slots(list(self._slots.values()))
         self._slots.clear()
         self.text.rewind(length)
-        self.kv.truncate(min(self.kv.cached_len, length))
+        self.kv.truncate(min(self.kv.cached_len, length - 1))  # the new root is grown again
 
     def _advance(self, tokens: Sequence[int]) -> None:
         """Re-root; the branch that won keeps its KV, the rest is freed."""

@@ -29,6 +29,8 @@ from forerun.runtime.models import resolve
 EARLY_EXIT_LAYERS = 8
 READY_S = 180.0
 STOP_S = 10.0
+GRACE_S = 5.0
+"""What running answers get when everything stops; less than a process gets to end."""
 
 
 class ServiceFailed(ForerunError):
@@ -107,13 +109,13 @@ class Running:
 
 def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[Service]:
     """The processes and their command lines. Raises ModelRefused for a source that is none."""
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     model_drafts = [source for source in options.draft if source not in ("ngram", "none")]
     if len(model_drafts) > 1:
         raise ModelRefused(f"one draft worker is started here; choose one of {', '.join(model_drafts)}")
     target_threads = options.threads or max(1, cores - len(model_drafts))
     attach = ["--attach", f"127.0.0.1:{attach_port}"]
-    public = ["--port", str(options.port), "--attach-port", str(attach_port)]
+    public = ["--port", str(options.port), "--attach-port", str(attach_port), "--grace", str(GRACE_S)]
     common = ["--dtype", options.dtype]
     services = [
         Service("coordinator", ["coordinator", "--model", folder, *public], logs / "coordinator.log"),
@@ -155,18 +157,28 @@ async def started(options: UpOptions) -> AsyncIterator[Running]:
                 await _ready(running, drafts=len(services) - 2)
             yield running
         finally:
-            for service in reversed(services):
-                if service.process is not None and service.process.returncode is None:
-                    with suppress(ProcessLookupError):
-                        service.process.send_signal(signal.SIGTERM)
-            await asyncio.gather(*(service.stop() for service in services))
+            await running.services[0].stop()  # it finishes answers, for which it needs the workers
+            await asyncio.gather(*(service.stop() for service in running.services[1:]))
 
 
 @asynccontextmanager
 async def running(target: str = "demo", draft: str = "early_exit,ngram") -> AsyncIterator[str]:
     """Services on free ports for the length of a block; yields the address."""
-    async with started(UpOptions(target=target, draft=tuple(draft.split(",")), port=0)) as services:
+    async with started(UpOptions(target=target, draft=source_names(draft), port=0)) as services:
         yield services.address
+
+
+def source_names(text: str) -> tuple[str, ...]:
+    """Comma-joined sources; the commas of one sim:... belong to it. Raises ModelRefused if there is none."""
+    names: list[str] = []
+    for part in filter(None, text.split(",")):
+        if names and names[-1].startswith("sim:") and "=" in part:
+            names[-1] += "," + part
+        else:
+            names.append(part)
+    if not names:
+        raise ModelRefused("no hint source is named; 'none' is one")
+    return tuple(names)
 
 
 async def _ready(running: Running, drafts: int) -> None:

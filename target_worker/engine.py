@@ -7,10 +7,14 @@ come in as values, events leave through `emit`, time is passed in.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from forerun.core.errors import SequenceRefused
 from forerun.core.messages import Emit, Hinted, Refused, Start, Stop, TargetCommand, TargetEvent
@@ -21,6 +25,8 @@ from forerun.core.spans import Record, record_nothing
 from forerun.core.walk import Walk
 from forerun.runtime.passes import Model
 from target_worker.sequence import TargetSequence
+
+log = logging.getLogger(__name__)
 
 Link = Hashable
 """Whoever gave the sequence: events about it go back there."""
@@ -72,10 +78,6 @@ class TargetEngine:
     def progress(self) -> int:
         return self.passes
 
-    @property
-    def kv_bytes(self) -> int:
-        return sum(sequence.kv.bytes for sequence in self._sequences.values())
-
     # --- commands ------------------------------------------------------------------------------
 
     def handle(self, link: Link, command: TargetCommand) -> None:
@@ -91,6 +93,7 @@ class TargetEngine:
                 if sequence is not None and sequence.drafted_for:
                     self.landings[sequence.text.land(command.hint, depth=max(0, sequence.room - 1))] += 1
                     sequence.patience.hinted(self._clock())
+                    sequence.hinted = True
             case Stop():
                 self._drop((link, command.seq))
 
@@ -166,14 +169,27 @@ class TargetEngine:
             if not share.pays:
                 sequence.prefilled(share.debt_rows)
                 continue
-            base_len = sequence.text.committed_len
-            decided = sequence.judge(share.nodes, rows)
-            fresh = sequence.fresh(decided.path)
-            finish = sequence.commit(decided)
-            self._tell(sequence, share, decided, finish, base_len, started_ns, fresh)
+            try:
+                self._settle(share, rows, started_ns)
+            except (SequenceRefused, ArithmeticError, LookupError, ValueError) as error:
+                # One request's trouble: the others of this pass go on.
+                log.exception("sequence %s", sequence.seq)
+                self._drop((sequence.link, sequence.seq))
+                self._emit(sequence.link, Refused(sequence.seq, str(error), traceparent=sequence.traceparent))
         took = self._clock() - began
         self._pass_s = took if self._pass_s == 0.0 else 0.8 * self._pass_s + 0.2 * took
         return True
+
+    def _settle(self, share: Share[TargetSequence], rows: NDArray[np.float32], started_ns: int) -> None:
+        """Pick, walk and commit for one sequence. rows: [1 + nodes, vocab]."""
+        sequence = share.key
+        if np.isnan(rows.max()):
+            raise SequenceRefused("the model's logits for this sequence are not numbers")
+        base_len = sequence.text.committed_len
+        decided = sequence.judge(share.nodes, rows)
+        fresh = sequence.fresh(decided.path)
+        finish = sequence.commit(decided)
+        self._tell(sequence, share, decided, finish, base_len, started_ns, fresh)
 
     def _plan(self) -> list[Share[TargetSequence]]:
         while self._queued and len(self._running) < self._config.max_sequences:
@@ -205,7 +221,8 @@ class TargetEngine:
                 "forerun.accepted_fresh": fresh,
             },
         )
-        sequence.patience.emitted(self._clock())
+        want = 0 if finish else self._want(sequence)
+        sequence.patience.emitted(self._clock(), asking=want > 0)
         self._emit(
             sequence.link,
             Emit(
@@ -215,7 +232,7 @@ class TargetEngine:
                 accepted=decided.accepted,
                 drafted=len(share.nodes),
                 passes=1,
-                want=0 if finish else self._want(sequence),
+                want=want,
                 started_ns=started_ns,
                 ended_ns=ended_ns,
                 finish=finish,

@@ -15,7 +15,7 @@ from forerun.core.pick import Picker, Proposal
 from forerun.core.plan import Share, Waiting
 from forerun.core.sequence import TokenSequence
 from forerun.core.spans import Record, SpanWindow
-from forerun.core.tree import ROOT, Bounds
+from forerun.core.tree import ROOT, Bounds, TokenTree
 from forerun.core.walk import Walk, walk
 from forerun.core.worth import HintWorth
 from forerun.runtime.passes import Cache, Run
@@ -53,6 +53,7 @@ class TargetSequence:
         self._picker = Picker(sampling, vocab_size, ends, start.prompt_len + start.params.min_tokens)
         self._ngram = NgramIndex(start.tokens) if ngram and self._accepts(Source.NGRAM) else None
         self.worth = HintWorth()
+        self.hinted = False  # a hint came since the last commit
         self.drafted_for = any(self._accepts(source) for source in Source if source is not Source.NGRAM)
         self.spans = SpanWindow(record, start.traceparent, "verify", "decode.window", start.params.trace_detail)
 
@@ -87,13 +88,10 @@ class TargetSequence:
     def _look_up(self, limit: int) -> None:
         assert self._ngram is not None
         guess, score = self._ngram.propose(limit)
-        tree, bounds, node = self.text.tree, self.text.bounds, ROOT
+        chain, node = TokenTree(self.text.tokens[-1]), ROOT
         for token in guess:
-            if tree.child(node, token) is None and tree.node_count >= bounds.most_nodes:
-                return
-            node = tree.add(node, token, score, Source.NGRAM)
-            if token in bounds.ends:
-                return
+            node = chain.add(node, token, score, Source.NGRAM)
+        self.text.tree.graft(chain, bounds=self.text.bounds)
 
     def run(self, share: Share[TargetSequence]) -> Run:
         """Its rows of the pass: the debt, then the chain of nodes below the root."""
@@ -133,8 +131,10 @@ class TargetSequence:
 
     def commit(self, decided: Walk) -> Finish | None:
         """KV is cut to the accepted path, the tree re-rooted below the last token."""
-        if self.drafted_for:
+        # A pass says something about a draft only if one was heard: before it attaches, nothing is its fault.
+        if self.hinted or not self.worth.pays:
             self.worth.passed(len(self.drafted(decided.path)), len(decided.tokens))
+            self.hinted = False
         self.kv.extend(self.text.committed_len + decided.accepted)
         self.text.advance(decided.tokens)
         self.settled_rows = len(self.text.tree)

@@ -44,6 +44,7 @@ class Attached:
             worker=f"w{next(cluster.serial)}",
             incarnation=f"i{next(cluster.serial)}",
             capacity=1000,
+            vocab_size=1 << 20,
             numerics_id="same",
             sources=[int(source) for source in sources],
         )
@@ -62,10 +63,7 @@ class Attached:
             self.engine.handle("link", command)
 
     def emit(self, _link: Any, event: Any) -> None:
-        frame = encode(event)
-        if self.role == attach_pb2.ROLE_TARGET and frame.HasField("draft"):
-            frame = attach_pb2.WorkerFrame(target=codec.put_target_event(event))
-        self.to_coordinator.put(frame.SerializeToString())
+        self.to_coordinator.put(encode(event, self.role).SerializeToString())
 
     def deliver(self) -> None:
         for data in self.to_coordinator.tick():
@@ -96,6 +94,7 @@ class Cluster:
     faults: Faults = field(default_factory=Faults)
     seed: int = 0
     workers: list[Attached] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)  # of the `answer` that runs
     serial: Any = field(default_factory=itertools.count)
     router: Router = field(default_factory=lambda: Router(Pool(), RouterConfig()))
 
@@ -127,6 +126,7 @@ class Cluster:
             session = self.router.admit(f"r{next(self.serial)}", list(prompt), params, "")
             await self.router.place(session)
             sessions.append(session)
+        self.sessions = sessions
         for tick in range(MOST_TICKS):
             self.tick()
             await asyncio.sleep(0)  # lets the router's own tasks run; no time passes

@@ -18,7 +18,6 @@ from rich.console import Console
 from forerun.client import Client
 from forerun.commands import failure
 from forerun.commands.generate import has_chat_template, prompt_request, run_prompt
-from forerun.core.errors import ModelRefused
 
 Model = Annotated[str, typer.Option(help="Folder in transformers' form, hub id, demo, or sim:pass=20ms,accept=0.8,...")]
 Attach = Annotated[
@@ -39,11 +38,13 @@ def coordinator(
     max_requests: Annotated[int, typer.Option(min=1, help="At once; more get RESOURCE_EXHAUSTED.")] = 256,
     target_wait: Annotated[float, typer.Option(help="Seconds a request waits for a target to attach.")] = 10.0,
     metrics_port: Annotated[int, typer.Option(help="Prometheus metrics; 0: none.")] = 0,
+    stall: Annotated[float, typer.Option(help="Seconds one step of a worker's engine may take.")] = 30.0,
 ) -> None:
     """Run a coordinator: the public API, the ledger, and the port that workers dial."""
     from coordinator.main import CoordinatorOptions, serve
 
-    _run(serve(CoordinatorOptions(model, host, port, attach_port, grace, max_requests, target_wait, metrics_port)))
+    options = CoordinatorOptions(model, host, port, attach_port, grace, max_requests, target_wait, metrics_port, stall)
+    _run(serve(options))
 
 
 def target_worker(
@@ -90,9 +91,9 @@ def up(
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of the target; 0: what the drafts leave.")] = 0,
 ) -> None:
     """Start coordinator, target and draft on this machine, until Ctrl-C."""
-    from forerun.up import UpOptions, started
+    from forerun.up import UpOptions, source_names, started
 
-    options = UpOptions(target, _names(draft), port, dtype, lookahead, layers, threads)
+    options = UpOptions(target, source_names(draft), port, dtype, lookahead, layers, threads)
 
     async def main() -> None:
         console = Console(stderr=True)
@@ -124,11 +125,11 @@ def demo(
     seed: Annotated[int | None, typer.Option(help="Only matters above temperature 0.")] = None,
 ) -> None:
     """Start the three services, stream one answer, print a line of figures, stop."""
-    from forerun.up import UpOptions, started
+    from forerun.up import UpOptions, source_names, started
 
     async def main() -> None:
         async with (
-            started(UpOptions(target, _names(draft), port=0, early_exit_layers=layers)) as running,
+            started(UpOptions(target, source_names(draft), port=0, early_exit_layers=layers)) as running,
             Client(running.address) as client,
         ):
             with failure.explained(client):
@@ -137,19 +138,6 @@ def demo(
                 await run_prompt(client, prompt_request(prompt or DEMO_PROMPT, chat=chat, **knobs))
 
     failure.run(main())
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """Comma-joined sources; the commas of one sim:... belong to it."""
-    names: list[str] = []
-    for part in filter(None, text.split(",")):
-        if names and names[-1].startswith("sim:") and "=" in part:
-            names[-1] += "," + part
-        else:
-            names.append(part)
-    if not names:
-        raise ModelRefused("no hint source is named; 'none' is one")
-    return tuple(names)
 
 
 def _run(serve: Any) -> None:

@@ -23,6 +23,10 @@ class Unavailable(ForerunError):
     """Nobody can serve this now; the caller may try again."""
 
 
+class WorkerFailed(ForerunError):
+    """A worker refused what was checked before: not the caller's fault, and trying again will not help."""
+
+
 class Exhausted(ForerunError):
     """A bound was reached; the caller may try again later."""
 

@@ -18,9 +18,11 @@ class Patience:
         self._asked_at: float | None = None
         self._expired = False
 
-    def emitted(self, now: float) -> None:
-        """An Emit left that a draft will answer."""
-        if self._asked_at is None:
+    def emitted(self, now: float, asking: bool = True) -> None:
+        """An Emit left; `asking`: a draft is to answer it."""
+        if not asking:
+            self._asked_at = None
+        elif self._asked_at is None:
             self._asked_at = now
 
     def hinted(self, now: float) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from forerun.core.errors import MalformedMessage
+from forerun.core.errors import ForerunError, MalformedMessage
 from forerun.core.messages import Command, Emit, Event, Hinted, Refused
 from forerun.core.params import SeqId
 from forerun.core.sequence import Hint
@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 IDLE_S = 0.5
 RETRY_S = (0.1, 2.0)
 RESOLVE_S = 5.0
+WELCOME_S = 10.0
+STOP_S = 10.0
+"""An engine that has not finished its step by then is left behind, and the process says so."""
 
 
 Outgoing = Event | attach_pb2.WorkerFrame
@@ -69,6 +72,7 @@ class EngineThread:
     def __init__(self, engine: Engine, failed: Callable[[BaseException], None]) -> None:
         self._engine = engine
         self._failed = failed
+        self.stepping = False
         self._inbox: queue.SimpleQueue[tuple[str, Command | _Dropped] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -79,15 +83,19 @@ class EngineThread:
         self._inbox.put((link, command))
 
     def stop(self) -> None:
-        """Returns when the engine has finished the step it is in."""
+        """Returns when the engine has finished the step it is in. Raises TimeoutError if it does not."""
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the engine has not finished its step within {STOP_S:g} s")
 
     def _run(self) -> None:
         try:
             worked = False
             while self._drain(0.0 if worked else IDLE_S) and self._hold():
+                self.stepping = True
                 worked = self._engine.step()
+                self.stepping = False
         except BaseException as error:
             self._failed(error)
 
@@ -155,9 +163,12 @@ class Worker:
         links: dict[str, asyncio.Task[None]] = {}
         try:
             while not self._stopping.is_set():
-                for address in await self._addresses():
+                addresses = await self._addresses()
+                for address in addresses:
                     if address not in links or links[address].done():
                         links[address] = asyncio.create_task(self._keep_attached(address, engine, thread))
+                for address in set(links) - set(addresses):  # the name leads there no more
+                    links.pop(address).cancel()
                 try:
                     await asyncio.wait_for(self._stopping.wait(), RESOLVE_S)
                 except TimeoutError:
@@ -204,6 +215,10 @@ class Worker:
                 await self._attach(address, engine, thread)
             except grpc.aio.AioRpcError as error:
                 log.info("coordinator %s: %s %s", address, error.code().name, error.details())
+            except (asyncio.InvalidStateError, TimeoutError, ForerunError) as error:  # ended while it was written to
+                log.info("coordinator %s: %s: %s", address, type(error).__name__, error)
+            except Exception:
+                log.exception("coordinator %s", address)
             delay = RETRY_S[0] if self._loop.time() - began > RETRY_S[1] else min(2 * delay, RETRY_S[1])
             await asyncio.sleep(delay)
 
@@ -212,7 +227,7 @@ class Worker:
         async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
             call = attach_pb2_grpc.AttachmentStub(channel).Attach()
             await call.write(attach_pb2.WorkerFrame(hello=self._hello))
-            first = await call.read()
+            first = await asyncio.wait_for(call.read(), WELCOME_S)
             if first is grpc.aio.EOF or not first.HasField("welcome"):
                 raise MalformedMessage(f"{address} did not answer Hello with Welcome")
             self._serial += 1
@@ -220,8 +235,8 @@ class Worker:
             outbox = self._outboxes[link] = Outbox[Outgoing](self._loop)
             self.attached.set()
             log.info("attached to %s as %s", first.welcome.coordinator, self._hello.worker)
-            beating = asyncio.create_task(_beat(outbox, engine, first.welcome.heartbeat_ms / 1000))
-            writing = asyncio.create_task(_write(call, outbox))
+            beating = asyncio.create_task(_beat(outbox, engine, thread, first.welcome.heartbeat_ms / 1000))
+            writing = asyncio.create_task(_write(call, outbox, self._hello.role))
             reading = asyncio.create_task(self._read(call, link, thread))
             parts = (beating, writing, reading)
             try:
@@ -267,27 +282,26 @@ def _sequences_of(frame: attach_pb2.CoordinatorFrame) -> Iterator[SeqId]:
             yield codec.seq_of(seq)
 
 
-async def _write(call: Any, outbox: Outbox[Outgoing]) -> None:
+async def _write(call: Any, outbox: Outbox[Outgoing], role: int) -> None:
     """The one writer of a stream: gRPC fails a write that begins before another has ended."""
     while True:
         for item in await outbox.take():
-            await call.write(item if isinstance(item, attach_pb2.WorkerFrame) else encode(item))
+            await call.write(item if isinstance(item, attach_pb2.WorkerFrame) else encode(item, role))
 
 
-async def _beat(outbox: Outbox[Outgoing], engine: Engine, every_s: float) -> None:
-    before = -1
+async def _beat(outbox: Outbox[Outgoing], engine: Engine, thread: EngineThread, every_s: float) -> None:
+    """Progress that stands still while the engine is in a step is how a stuck one shows."""
     while True:
-        progress = engine.progress
-        beat = attach_pb2.Heartbeat(progress=progress, sequences=engine.sequence_count, idle=progress == before)
+        beat = attach_pb2.Heartbeat(progress=engine.progress, sequences=engine.sequence_count, idle=not thread.stepping)
         outbox.put(attach_pb2.WorkerFrame(heartbeat=beat), "heartbeat")
-        before = progress
         await asyncio.sleep(every_s)
 
 
-def encode(event: Event) -> attach_pb2.WorkerFrame:
-    """Gap and Refused exist for both roles and are told apart by who holds the link."""
-    if isinstance(event, Emit):
+def encode(event: Event, role: int) -> attach_pb2.WorkerFrame:
+    """Gap and Refused exist for both roles; a Hinted only for a draft, an Emit only for a target."""
+    if role == attach_pb2.ROLE_TARGET and not isinstance(event, Hinted):
         return attach_pb2.WorkerFrame(target=codec.put_target_event(event))
+    assert not isinstance(event, Emit), "a draft emits nothing"
     return attach_pb2.WorkerFrame(draft=codec.put_draft_event(event))
 
 

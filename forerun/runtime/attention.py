@@ -26,6 +26,7 @@ NAME = "forerun"
 _LEAST_QUERY_ROWS = 4
 _IGNORED = frozenset(
     {"position_ids", "use_cache", "cache", "past_key_values", "cache_position", "is_causal", "dropout"}
+    | {"output_router_logits", "output_attentions", "output_hidden_states"}
 )
 """Arguments models pass along that do not change the result of a causal pass."""
 

@@ -20,6 +20,9 @@ from forerun.runtime.kv import KV
 from forerun.runtime.packed import pack_linears
 from forerun.runtime.passes import Run
 
+_PROOF = 9
+"""Tokens of the proof at start: enough for rows of one pass and of many, few enough to take no time."""
+
 ROW_TILE = {torch.float32: 16, torch.bfloat16: 4}
 """Least rows of a pass from which on products are bit-equal for every number of rows (tested)."""
 
@@ -31,7 +34,8 @@ class TransformersModel:
         ModelRefused: its layers keep state outside that interface, so they could not be rolled back.
     """
 
-    def __init__(self, model: torch.nn.Module, context_limit: int) -> None:
+    def __init__(self, model: torch.nn.Module, context_limit: int, exact: bool = True) -> None:
+        """`exact`: prove at start that rows do not depend on their company. A draft need not be."""
         parameter = next(model.parameters())
         self._dtype, self._device = parameter.dtype, parameter.device
         pack_linears(model)
@@ -44,7 +48,7 @@ class TransformersModel:
         self._tile = ROW_TILE.get(self._dtype, 16)
         self.vocab_size = int(config.vocab_size)
         self.context_limit = context_limit
-        self._prove()
+        self._prove(exact)
 
     def new_kv(self) -> KV:
         return KV(self._layers, self._kv_heads, self._head_dim, torch.float32, self._device)
@@ -87,11 +91,35 @@ class TransformersModel:
             )
         return cast(Tensor, output.logits)[0, : len(wanted)].float().cpu()
 
-    def _prove(self) -> None:
-        """One small pass at start: shapes fit, every layer asks for attention, logits are finite."""
-        rows = self.forward([Run(self.new_kv(), (0, 1, 2, 3), 0, logit_rows=1)])[0]
-        if rows.shape != (1, self.vocab_size) or not np.isfinite(rows).all():
-            raise ModelRefused(f"{type(self._model).__name__} gave logits of shape {rows.shape}, or not finite ones")
+    def _prove(self, exact: bool) -> None:
+        """A few small passes at start: every layer asks for attention, shapes fit, logits are numbers, bits hold."""
+        name = type(self._model).__name__
+        count = min(_PROOF, self.context_limit - 1)
+        tokens = tuple(number * 37 % self.vocab_size for number in range(count))
+        try:
+            whole = self.forward([Run(self.new_kv(), tokens, 0, count)])[0]
+            if whole.shape != (count, self.vocab_size) or not np.isfinite(whole).all():
+                raise ModelRefused(f"{name} gave logits of shape {whole.shape}, or not finite ones")
+            if exact and not self._alone_and_in_company(tokens, whole):
+                raise ModelRefused(
+                    f"{name} computes other bits for a token when others share its pass (mixtures of experts do), "
+                    "so its text would depend on what is drafted and who else is served"
+                )
+        except ModelRefused:
+            raise
+        except Exception as error:
+            raise ModelRefused(f"{name} cannot run here: {type(error).__name__}: {error}") from error
+
+    def _alone_and_in_company(self, tokens: tuple[int, ...], whole: NDArray[np.float32]) -> bool:
+        """Whether the rows computed one by one, the last of them beside another sequence, have the same bits."""
+        kv = self.new_kv()
+        company = Run(self.new_kv(), tuple(reversed(tokens)) * 2, 0, 1)
+        for at, token in enumerate(tokens):
+            run = Run(kv, (token,), at, 1)
+            rows = self.forward([company, run] if at == len(tokens) - 1 else [run])[-1]
+            if not np.array_equal(rows[0], whole[at]):
+                return False
+        return True
 
 
 def _padded(rows: list[int], tile: int) -> list[int]:

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = ("float32", "bfloat16", "float16")
-CUTTABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+CUTTABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layers whose state is keys and values by position, so that a rejected token can be cut off again."""
+
+COMPANY_ROPE = frozenset({"longrope", "dynamic"})
+"""Rotary embeddings that transformers derives from the longest sequence of a pass: others would change a text."""
 
 SAMPLES, SAMPLE_BYTES = 64, 16 * 1024
 NOT_IDENTITY = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
@@ -142,7 +145,21 @@ def read_config(folder: str) -> PretrainedConfig:
     if other or getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False):
         layers = f"layers of type {', '.join(other)}" if other else "recurrent layers"
         raise ModelRefused(f"{kind} has {layers}: their state cannot be cut back to a length when a draft is rejected")
+    ropes = _rope_types(getattr(text, "rope_parameters", None)) & COMPANY_ROPE
+    if ropes:
+        raise ModelRefused(
+            f"{kind} has rotary embeddings of type {', '.join(sorted(ropes))}: they depend on the longest sequence of a "
+            "pass, so one request would change the text of another"
+        )
     return config
+
+
+def _rope_types(parameters: object) -> set[str]:
+    """`rope_type` of a model, or of each of its kinds of layers."""
+    if not isinstance(parameters, dict):
+        return set()
+    nested = (_rope_types(value) for value in parameters.values())
+    return {str(parameters.get("rope_type", "default"))}.union(*nested)
 
 
 def keep_layers(config: PretrainedConfig, layers: int) -> None:

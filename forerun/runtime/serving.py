@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from forerun.core.errors import ModelRefused
 from forerun.core.params import Source
 from forerun.rpc.worker import Engine, Worker
 from forerun.runtime.models import load_causal_lm, numerics_id, resolve, revision
@@ -56,7 +57,11 @@ def load(options: LoadOptions, draft: bool) -> Loaded:
 
     torch.set_num_threads(options.threads)
     began = time.monotonic()
-    model = TransformersModel(load_causal_lm(folder, options.dtype, options.layers), text.context_limit)
+    try:
+        weights = load_causal_lm(folder, options.dtype, options.layers)
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelRefused(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
+    model = TransformersModel(weights, text.context_limit, exact=not draft)
     log.info("loaded %s in %.1f s, %s, %d threads", folder, time.monotonic() - began, options.dtype, options.threads)
     bits = numerics_id(folder, options.dtype, "cpu", f"tp=1,threads={options.threads}", options.layers)
     return Loaded(model, min(text.vocab_size, model.vocab_size), revision(folder), bits, text.eos_token_ids)

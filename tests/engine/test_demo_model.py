@@ -133,8 +133,9 @@ async def test_every_lookahead(
 ) -> None:
     run = Run(target_model, text)
     run.with_early_exit(early_exit)
-    ids, _ = await run.ids(prompts, sources=[Source.EARLY_EXIT, Source.NGRAM], lookahead=lookahead)
+    ids, sessions = await run.ids(prompts, sources=[Source.EARLY_EXIT, Source.NGRAM], lookahead=lookahead)
     assert ids == reference
+    assert sum(session.counts(N).drafted for session in sessions) > 0
 
 
 @pytest.mark.parametrize(
@@ -178,11 +179,15 @@ async def test_draft_killed_in_the_middle(
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, reference, strict=True)}
     run = Run(target_model, text)
     draft = run.cluster.attach_draft(lambda emit: ScriptedDraft(emit, answers, lambda at: False))
+    left: list[int] = []  # tokens that were still to come when the draft died
 
     def kill(tick: int) -> None:
-        if tick == 18:
+        done = sum(len(session.ledger.completion) for session in run.cluster.sessions)
+        if not left and done >= PROMPTS * N // 3:
+            left.append(sum(map(len, reference)) - done)
             draft.kill()
 
     ids, sessions = await run.ids(prompts, sources=[Source.MODEL], after_tick=kill)
     assert ids == reference
+    assert left[0] > PROMPTS * N // 3
     assert speed(sessions)[0] > 1.2

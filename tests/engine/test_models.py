@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertCo
 
 from forerun.core.errors import ModelRefused
 from forerun.runtime import models
-from forerun.runtime.models import load_causal_lm, numerics_id, resolve, revision
+from forerun.runtime.forward import TransformersModel
+from forerun.runtime.models import load_causal_lm, numerics_id, read_config, resolve, revision
 from tests.models import ARCHITECTURES, END, tiny_model
 
 
@@ -308,3 +309,26 @@ def test_tiny_tokenizers_know_any_id_and_any_text(tmp_path: Path) -> None:
         [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
     )
     assert chat == "user: hi\nassistant: "
+
+
+@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
+def test_rotary_embeddings_that_depend_on_company_are_refused(tmp_path: Path, rope: str) -> None:
+    folder = Path(tiny_model(tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0}
+    config["rope_parameters"] |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if rope == "longrope" else {}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelRefused, match=rope):
+        read_config(str(folder))
+
+
+def test_mixtures_of_experts_are_refused_since_their_bits_depend_on_company(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 256}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    torch.set_num_threads(1)
+    with pytest.raises(ModelRefused, match="mixtures of experts"):
+        TransformersModel(load_causal_lm(str(tmp_path), "float32"), 256)

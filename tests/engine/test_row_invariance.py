@@ -37,7 +37,8 @@ def model(folder: str, request: pytest.FixtureRequest) -> TransformersModel:
     return TransformersModel(load_causal_lm(folder, request.param), 512)
 
 
-TOKENS = tuple(random.Random(3).randrange(256) for _ in range(LENGTH))
+_RNG = random.Random(3)
+TOKENS = tuple(_RNG.randrange(256) for _ in range(LENGTH))
 
 
 def chunked(model: TransformersModel, sizes: list[int], company: int = 0) -> NDArray[np.float32]:
@@ -116,6 +117,11 @@ def test_memory_grows_with_tokens_held(model: TransformersModel) -> None:
     assert short.bytes == 0
     model.forward([Run(short, TOKENS[:10], 0, 1), Run(long, TOKENS, 0, 1)])
     assert short.bytes < long.bytes
+
+
+def test_tokens_differ() -> None:
+    """Were they all one token, a branch laid wrongly would go unseen."""
+    assert len(set(TOKENS)) > LENGTH // 3
 
 
 def test_layers_outside_the_interface_are_refused(folder: str) -> None:

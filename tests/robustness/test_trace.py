@@ -94,7 +94,7 @@ def overlaps(a: Received, b: Received) -> bool:
 
 
 async def test_one_request_one_trace(receiver: Receiver) -> None:
-    (answer,) = await answers({"temperature": 0.0, "max_tokens": 60})
+    (answer,) = await answers({"temperature": 0.0, "max_tokens": DETAILED})
     spans = receiver.traces[answer.started.trace_id]
     assert {span.service for span in spans} == {"forerun-coordinator", "forerun-draft", "forerun-target"}
     roots = [span for span in spans if not span.parent_id]

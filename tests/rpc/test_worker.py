@@ -144,7 +144,7 @@ async def test_a_malformed_command_refuses_its_sequence_and_nothing_else() -> No
         bad = start("bad")
         bad.target.start.params.sampling.top_p = 7.0
         await coordinator.commands.put(bad)
-        refused = (await coordinator.next("draft")).refused
+        refused = (await coordinator.next("target")).refused
         assert refused.seq.request_id == "bad"
         assert "top_p" in refused.reason
         await coordinator.commands.put(attach_pb2.CoordinatorFrame())
