@@ -17,7 +17,7 @@ TORCH_INDEX ?=
 TORCH_INSTALL ?= torch $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TARGET ?= demo
 DRAFT ?= early_exit,ngram
-PROMPT ?= Explain in three sentences why the sky is blue.
+PROMPT ?= Why is the sky blue? Answer in three sentences.
 PROMPTS ?= tests/data/prompts.jsonl
 ARGS ?=
 

@@ -38,6 +38,7 @@ PUBLIC = "forerun.v1.Generation"
 @dataclass(frozen=True, slots=True)
 class CoordinatorOptions:
     model: str
+    name: str = ""  # what clients call it; empty: `model`
     host: str = "127.0.0.1"
     port: int = 50051
     attach_port: int = 50052
@@ -53,7 +54,9 @@ async def serve(options: CoordinatorOptions) -> None:
     folder = resolve(options.model, weights=False)
     if folder.startswith(PREFIX):
         SimSpec.parse(folder)  # names what is misspelt
-    served = Served(tuple(dict.fromkeys((options.model, folder))), TextModel.load(folder))
+    served = Served(
+        tuple(dict.fromkeys((options.name or options.model, options.model, folder))), TextModel.load(folder)
+    )
     tracing = Tracing.from_environment("forerun-coordinator")
     health = HealthServicer()
 

@@ -132,6 +132,8 @@ def _prompt(request: generation_pb2.GenerateRequest, text: TextModel, limits: Li
                     raise InvalidRequest(
                         f"chat.messages[{number}].role is empty; 'user', 'assistant' or 'system' is usual"
                     )
+            if not any(message.content for message in request.chat.messages):
+                raise InvalidRequest("the prompt is empty: no chat message has content")
             prompt = text.encode_chat([(message.role, message.content) for message in request.chat.messages])
         case "token_ids":
             prompt = list(request.token_ids.token_ids)

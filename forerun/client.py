@@ -127,7 +127,7 @@ def build_request(
     ignore_eos: bool | None = None,
     time_limit_ms: int | None = None,
     speculation: bool | None = None,
-    sources: Sequence[str] | None = None,
+    sources: Sequence[str] | str | None = None,
     max_draft_tokens: int | None = None,
     verification: str | None = None,
     logprobs: int | None = None,
@@ -190,7 +190,7 @@ def build_request(
     _set(
         request.speculation,
         mode=mode,
-        sources=sources,
+        sources=[sources] if isinstance(sources, str) else sources,
         max_draft_tokens=max_draft_tokens,
         verification=None if verification is None else _verification(verification),
     )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +26,10 @@ from forerun.core.errors import ForerunError, ModelRefused
 from forerun.core.params import Source
 from forerun.rpc.options import client_options
 from forerun.runtime.models import resolve
+from forerun.runtime.sim import PREFIX, SimSpec
+
+PARENT = "FORERUN_PARENT"
+"""Process whose end ends a service, however it comes: it is started for that process alone."""
 
 EARLY_EXIT_LAYERS = 8
 READY_S = 180.0
@@ -62,7 +67,14 @@ class Service:
         # A session of its own: the terminal's Ctrl-C reaches `up`, which decides who stops when.
         with self.log.open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "forerun.cli", *self.arguments, stdout=log, stderr=log, start_new_session=True
+                sys.executable,
+                "-m",
+                "forerun.cli",
+                *self.arguments,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, PARENT: str(os.getpid())},
             )
 
     def check(self) -> None:
@@ -118,7 +130,11 @@ def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[
     public = ["--port", str(options.port), "--attach-port", str(attach_port), "--grace", str(GRACE_S)]
     common = ["--dtype", options.dtype]
     services = [
-        Service("coordinator", ["coordinator", "--model", folder, *public], logs / "coordinator.log"),
+        Service(
+            "coordinator",
+            ["coordinator", "--model", folder, "--name", options.target, *public],
+            logs / "coordinator.log",
+        ),
         Service(
             "target",
             ["target-worker", "--model", folder, "--threads", str(target_threads), *common, *attach]
@@ -132,8 +148,11 @@ def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[
             chosen = ["--model", folder, "--layers", str(options.early_exit_layers)]
         elif source in (Source.EARLY_EXIT.label, Source.MODEL.label):
             chosen = ["--model", folder]
-        else:
+        elif source.startswith(PREFIX) or source == "demo" or "/" in source or Path(source).exists():
             chosen = ["--model", resolve(source)]
+        else:
+            known = ", ".join(["none", *(known.label for known in Source)])
+            raise ModelRefused(f"no hint source is called {source!r}; there are {known}, or a model's folder or hub id")
         services.append(
             Service("draft", ["draft-worker", *chosen, "--threads", "1", *common, *attach], logs / "draft.log")
         )
@@ -142,12 +161,16 @@ def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[
 
 @asynccontextmanager
 async def started(options: UpOptions) -> AsyncIterator[Running]:
-    """The services, ready to answer. Raises ModelRefused, ServiceFailed."""
-    console = Console(stderr=True, quiet=options.quiet)
-    folder = await asyncio.to_thread(resolve, options.target)  # converts with its own progress bar
+    """The services, ready to answer. Raises ModelRefused, ServiceFailed. Logs stay if a service failed."""
+    console = Console(stderr=True, quiet=options.quiet, soft_wrap=True)
+    for source in (options.target, *options.draft):
+        if source.startswith(PREFIX):
+            SimSpec.parse(source)
     port = options.port or _free_port()
     attach_port = _free_port() if options.port == 0 else port + 1
-    with tempfile.TemporaryDirectory(prefix="forerun-") as logs:
+    _check_free(port, attach_port)
+    folder = await asyncio.to_thread(resolve, options.target)  # converts with its own progress bar
+    with _logs() as logs:
         services = plan(replace(options, port=port), folder, attach_port, Path(logs))
         running = Running(f"127.0.0.1:{port}", services, Path(logs), console)
         try:
@@ -157,8 +180,9 @@ async def started(options: UpOptions) -> AsyncIterator[Running]:
                 await _ready(running, drafts=len(services) - 2)
             yield running
         finally:
-            await running.services[0].stop()  # it finishes answers, for which it needs the workers
-            await asyncio.gather(*(service.stop() for service in running.services[1:]))
+            with console.status("stopping"):
+                await running.services[0].stop()  # it finishes answers, for which it needs the workers
+                await asyncio.gather(*(service.stop() for service in running.services[1:]))
 
 
 @asynccontextmanager
@@ -201,6 +225,33 @@ async def _ready(running: Running, drafts: int) -> None:
                     f"the services were not ready within {READY_S:g} s; their logs are in {running.logs}"
                 )
             await asyncio.sleep(0.1)
+
+
+@contextmanager
+def _logs() -> Iterator[str]:
+    """A folder that goes when all went well."""
+    folder = tempfile.mkdtemp(prefix="forerun-")
+    try:
+        yield folder
+    except ServiceFailed:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_free(*ports: int) -> None:
+    """Another service on a port would answer in the place of ours."""
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except (OSError, OverflowError) as error:
+                raise ServiceFailed(
+                    f"port {port} of 127.0.0.1 cannot be used ({error}); --port takes P where P and P+1 are free"
+                ) from None
 
 
 def _free_port() -> int:

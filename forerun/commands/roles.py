@@ -6,10 +6,12 @@ The role packages are imported when their command runs: a coordinator must not l
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
 import sys
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -19,18 +21,29 @@ from forerun.client import Client
 from forerun.commands import failure
 from forerun.commands.generate import has_chat_template, prompt_request, run_prompt
 
+
+class Precision(StrEnum):
+    """What --dtype takes."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 Model = Annotated[str, typer.Option(help="Folder in transformers' form, hub id, demo, or sim:pass=20ms,accept=0.8,...")]
 Attach = Annotated[
     list[str], typer.Option("--attach", help="A coordinator's internal host:port, or dns:host:port; repeatable.")
 ]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Dtype = Annotated[Precision, typer.Option(help="Of weights and products; attention is float32.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 
+
+Port = Annotated[int, typer.Option(min=0, max=65534, help="Public port; workers use the next one. 0: any free.")]
 DEMO_PROMPT = "Why is the sky blue? Answer in three sentences."
 
 
 def coordinator(
     model: Model = "demo",
+    name: Annotated[str, typer.Option(help="What clients call the model. Default: as --model says.")] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public port: the Generation API, health, reflection.")] = 50051,
     attach_port: Annotated[int, typer.Option(help="Internal port: workers dial it.")] = 50052,
@@ -43,14 +56,16 @@ def coordinator(
     """Run a coordinator: the public API, the ledger, and the port that workers dial."""
     from coordinator.main import CoordinatorOptions, serve
 
-    options = CoordinatorOptions(model, host, port, attach_port, grace, max_requests, target_wait, metrics_port, stall)
+    options = CoordinatorOptions(
+        model, name, host, port, attach_port, grace, max_requests, target_wait, metrics_port, stall
+    )
     _run(serve(options))
 
 
 def target_worker(
     attach: Attach,
     model: Model = "demo",
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = Precision.BFLOAT16,
     threads: Threads = 1,
     lookahead: Annotated[int, typer.Option(min=0, max=64, help="Nodes checked in a pass, unless a request says.")] = 8,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences in a pass; more wait.")] = 16,
@@ -66,7 +81,7 @@ def target_worker(
 def draft_worker(
     attach: Attach,
     model: Model = "demo",
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = Precision.BFLOAT16,
     threads: Threads = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="Early exit: only the first layers of the model.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences drafted for at once.")] = 64,
@@ -84,8 +99,8 @@ def up(
     draft: Annotated[
         str, typer.Option(help="Hint sources: early_exit, model folder or sim:..., ngram, none; joined by commas.")
     ] = "early_exit,ngram",
-    port: Annotated[int, typer.Option(help="Public port; workers use the next one.")] = 50051,
-    dtype: Dtype = "bfloat16",
+    port: Port = 50051,
+    dtype: Dtype = Precision.BFLOAT16,
     lookahead: Annotated[int, typer.Option(min=0, max=64, help="Nodes checked in a pass.")] = 8,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the early_exit draft.")] = 8,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of the target; 0: what the drafts leave.")] = 0,
@@ -93,14 +108,13 @@ def up(
     """Start coordinator, target and draft on this machine, until Ctrl-C."""
     from forerun.up import UpOptions, source_names, started
 
-    options = UpOptions(target, source_names(draft), port, dtype, lookahead, layers, threads)
-
     async def main() -> None:
-        console = Console(stderr=True)
-        stopped = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        console = Console(stderr=True, soft_wrap=True)
+        options = UpOptions(target, source_names(draft), port, dtype, lookahead, layers, threads)
         async with started(options) as running:
+            stopped = asyncio.Event()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, stopped.set)
             pids = ", ".join(f"{name} {pid}" for name, pid in running.pids().items())
             console.print(f"ready at [bold]{running.address}[/] (processes: {pids}; logs: {running.logs})")
             console.print(f'try: forerun generate --addr {running.address} "Why is the sky blue?"')
@@ -135,13 +149,14 @@ def demo(
             with failure.explained(client):
                 chat = await has_chat_template(client)
                 knobs: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-                await run_prompt(client, prompt_request(prompt or DEMO_PROMPT, chat=chat, **knobs))
+                await run_prompt(client, prompt_request(prompt, chat=chat, **knobs))
 
     failure.run(main())
 
 
 def _run(serve: Any) -> None:
     """A role's process: plain logs on stderr; refusals are one line, faults are loud."""
+    _end_with_parent()
     logging.basicConfig(
         level=os.environ.get("FORERUN_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -152,3 +167,16 @@ def _run(serve: Any) -> None:
     except OSError as error:
         print(f"forerun: {error}", file=sys.stderr)
         raise typer.Exit(failure.FAILED) from error
+
+
+def _end_with_parent() -> None:
+    """SIGTERM to this process when the one that started it for itself is gone (Linux; nothing elsewhere)."""
+    from forerun.up import PARENT
+
+    parent = os.environ.pop(PARENT, "")
+    if not parent or not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it went before this was asked for
+        raise typer.Exit(failure.FAILED)

@@ -148,8 +148,8 @@ def read_config(folder: str) -> PretrainedConfig:
     ropes = _rope_types(getattr(text, "rope_parameters", None)) & COMPANY_ROPE
     if ropes:
         raise ModelRefused(
-            f"{kind} has rotary embeddings of type {', '.join(sorted(ropes))}: they depend on the longest sequence of a "
-            "pass, so one request would change the text of another"
+            f"{kind} has rotary embeddings of type {', '.join(sorted(ropes))}: they depend on the longest sequence "
+            "of a pass, so one request would change the text of another"
         )
     return config
 
