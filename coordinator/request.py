@@ -120,9 +120,21 @@ def _refuse_unhonoured(request: generation_pb2.GenerateRequest) -> None:
             raise InvalidRequest(f"{name} is not honoured by this build yet; leave it out")
 
 
+def _refuse_hopeless(texts: Sequence[str], text: TextModel, limits: Limits) -> None:
+    """Tokenising megabytes takes seconds and is pointless where no tokenisation can fit."""
+    longest = text.vocabulary.longest
+    given = sum(len(part.encode()) for part in texts)
+    if longest is not None and given > limits.context_limit * longest:
+        raise InvalidRequest(
+            f"the prompt has {given} bytes; the context limit of {limits.context_limit} tokens holds at most "
+            f"{limits.context_limit * longest}"
+        )
+
+
 def _prompt(request: generation_pb2.GenerateRequest, text: TextModel, limits: Limits) -> list[int]:
     match request.WhichOneof("input"):
         case "text":
+            _refuse_hopeless([request.text], text, limits)
             prompt = text.encode(request.text)
         case "chat":
             if not request.chat.messages:
@@ -134,6 +146,7 @@ def _prompt(request: generation_pb2.GenerateRequest, text: TextModel, limits: Li
                     )
             if not any(message.content for message in request.chat.messages):
                 raise InvalidRequest("the prompt is empty: no chat message has content")
+            _refuse_hopeless([message.content for message in request.chat.messages], text, limits)
             prompt = text.encode_chat([(message.role, message.content) for message in request.chat.messages])
         case "token_ids":
             prompt = list(request.token_ids.token_ids)

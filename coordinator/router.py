@@ -16,7 +16,7 @@ from forerun.v1 import attach_pb2
 
 log = logging.getLogger(__name__)
 
-MOST_HINT_BYTES = 1 << 20
+MOST_HINT_BYTES = 1 << 18
 """A hint beyond this is no use to anybody and is not relayed."""
 
 FIRST_WANT = 32

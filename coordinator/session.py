@@ -25,7 +25,7 @@ from forerun.core.messages import (
     Sync,
     TargetParams,
 )
-from forerun.core.params import Finish, SeqId, Source
+from forerun.core.params import MOST_DRAFT_TOKENS, Finish, SeqId, Source
 from forerun.v1 import attach_pb2
 
 log = logging.getLogger(__name__)
@@ -160,12 +160,20 @@ class Session:
     def _check(self, link: WorkerLink, emit: Emit) -> None:
         """Raises LedgerConflict for an Emit that no target of this request makes."""
         most_len = self.ledger.prompt_len + self.params.max_tokens
-        if emit.base_len + len(emit.tokens) > most_len or (not emit.tokens and emit.finish is None):
+        end = emit.base_len + len(emit.tokens)
+        if not emit.tokens or end > most_len:
             raise LedgerConflict(f"{len(emit.tokens)} tokens at {emit.base_len}; the request ends at {most_len}")
-        if emit.tokens and link.hello.vocab_size and max(emit.tokens) >= link.hello.vocab_size:
+        if emit.finish is Finish.END_TOKEN and emit.tokens[-1] not in self.params.ends:
+            raise LedgerConflict(f"token {emit.tokens[-1]} is no end token of this request")
+        if emit.finish is Finish.LENGTH and end < min(most_len, link.hello.context_limit):
+            raise LedgerConflict(f"it stops for length at {end} tokens; the request ends at {most_len}")
+        if link.hello.vocab_size and max(emit.tokens) >= link.hello.vocab_size:
             raise LedgerConflict(f"token id {max(emit.tokens)} is outside its vocabulary of {link.hello.vocab_size}")
-        if emit.accepted > min(emit.drafted, len(emit.tokens)):
-            raise LedgerConflict(f"{emit.accepted} accepted of {emit.drafted} drafted, {len(emit.tokens)} tokens")
+        counts = f"{emit.accepted} accepted of {emit.drafted} drafted in {emit.passes} passes"
+        if emit.accepted > min(emit.drafted, len(emit.tokens)) or emit.drafted > emit.passes * MOST_DRAFT_TOKENS:
+            raise LedgerConflict(f"{counts}, {len(emit.tokens)} tokens")
+        if not 0 < emit.passes <= len(emit.tokens) or emit.cached > self.ledger.prompt_len:
+            raise LedgerConflict(f"{counts}, {len(emit.tokens)} tokens, {emit.cached} of the prompt cached")
 
     def _give_up_target(self, link: WorkerLink, why: str) -> None:
         """What it says cannot be: go on elsewhere, not there."""

@@ -45,6 +45,7 @@ class Attached:
             incarnation=f"i{next(cluster.serial)}",
             capacity=1000,
             vocab_size=1 << 20,
+            context_limit=1,  # whatever the engine says
             numerics_id="same",
             sources=[int(source) for source in sources],
         )

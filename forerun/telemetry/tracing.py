@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from forerun import __version__
 from forerun.core.spans import Attributes
 
 EXPORT_TIMEOUT_S = 3
-FLUSH_MS = 2_000
+FLUSH_S = 2.0
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
@@ -65,10 +66,11 @@ class Tracing:
         span.end(end_ns)
 
     def shutdown(self) -> None:
-        """Send what can be sent in FLUSH_MS."""
+        """Send what can be sent in FLUSH_S. The library's own limit is per batch, hence the thread."""
         if self._provider is not None:
-            self._provider.force_flush(FLUSH_MS)
-            self._provider.shutdown()
+            ending = threading.Thread(target=self._provider.shutdown, name="trace-flush", daemon=True)
+            ending.start()
+            ending.join(FLUSH_S)
 
 
 def traceparent_of(span: Span) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
 
 from forerun.core.errors import ModelRefused
 
@@ -25,6 +26,10 @@ class Vocabulary(Protocol):
     @property
     def size(self) -> int:
         """One more than the largest id."""
+
+    @property
+    def longest(self) -> int | None:
+        """Bytes of text that one token can stand for at most; None: no limit."""
 
     @property
     def special(self) -> frozenset[int]:
@@ -48,7 +53,7 @@ class TokenizerFile:
     Which of them a prompt begins with is tokenizer.json's to say; `add_bos_token` of the configuration is not.
     """
 
-    __slots__ = ("_tokenizer", "byte_tokens", "size", "special")
+    __slots__ = ("_tokenizer", "byte_tokens", "longest", "size", "special")
 
     def __init__(self, path: Path, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
         """Raises ModelRefused if the file is missing or no tokenizer."""
@@ -61,6 +66,7 @@ class TokenizerFile:
             raise ModelRefused(f"{path} is not a tokenizer: {error}") from error
         self._tokenizer = tokenizer
         self.size = max(tokenizer.get_vocab().values(), default=-1) + 1
+        self.longest = _longest(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(i for i in added if self.join([i]) != tokenizer.decode([i], skip_special_tokens=True))
         names = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -111,15 +117,24 @@ def token_text(entry: object) -> str | None:
     return entry if isinstance(entry, str) else None
 
 
+def _longest(tokenizer: Tokenizer) -> int | None:
+    """Only where every byte of a text has to be covered by tokens: BPE that has no token for the unknown."""
+    model = tokenizer.model
+    if not isinstance(model, BPE) or (model.unk_token is not None and not model.byte_fallback):
+        return None
+    return max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+
+
 class WordVocabulary:
     """Of a simulated model: id i is the word "wi". Encoding is total: any other word is hashed to an id."""
 
-    __slots__ = ("byte_tokens", "size", "special")
+    __slots__ = ("byte_tokens", "longest", "size", "special")
 
     _WORD = re.compile(r"w(0|[1-9][0-9]{0,9})", re.ASCII)
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.longest: int | None = None
         self.special: frozenset[int] = frozenset()
         self.byte_tokens: Mapping[int, int] = {}
 

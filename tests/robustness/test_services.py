@@ -243,8 +243,7 @@ async def resent(client: Client, request: generation_pb2.GenerateRequest) -> gen
 
 
 async def test_garbage_on_the_internal_port_ends_nothing(services: Running, client: Client) -> None:
-    port = int(services.services[0].arguments[services.services[0].arguments.index("--attach-port") + 1])
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", client_options()) as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{attach_port(services)}", client_options()) as channel:
         attach: Any = attach_pb2_grpc.AttachmentStub(channel).Attach
         impolite = attach(iter([attach_pb2.WorkerFrame(heartbeat=attach_pb2.Heartbeat())]))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -279,6 +278,40 @@ async def test_garbage_on_the_internal_port_ends_nothing(services: Running, clie
             assert list((await running).token_ids) == plain
             await first.aclose()
         call.cancel()
+
+
+def attach_port(services: Running) -> int:
+    arguments = services.services[0].arguments
+    return int(arguments[arguments.index("--attach-port") + 1])
+
+
+async def test_workers_that_cannot_serve_are_refused_and_newer_ones_do_no_harm(
+    services: Running, client: Client
+) -> None:
+    target = {"role": attach_pb2.ROLE_TARGET, "worker": "t", "incarnation": "1", "capacity": 4}
+    fit = {"context_limit": 512, "vocab_size": 500, "lookahead": 8, "revision": SIM}
+    refused = {
+        "context_limit": {**target, **fit, "context_limit": 0},
+        "lookahead": {**target, **fit, "lookahead": 1000},
+        "capacity": {**target, **fit, "capacity": 0},
+        "served here is": {**target, **fit, "revision": "another model"},
+    }
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{attach_port(services)}", client_options()) as channel:
+        attach: Any = attach_pb2_grpc.AttachmentStub(channel).Attach
+        for named, hello in refused.items():
+            call = attach()
+            await call.write(attach_pb2.WorkerFrame(hello=attach_pb2.Hello(**hello)))
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call.read()
+            assert named in (error.value.details() or "")
+        newer = attach()
+        hello = attach_pb2.Hello(role=attach_pb2.ROLE_DRAFT, worker="n", incarnation="1", capacity=4, sources=[99, 1])
+        await newer.write(attach_pb2.WorkerFrame(hello=hello))
+        assert (await newer.read()).HasField("welcome")
+        info = await client.model_info()
+        assert (info.drafts, set(info.sources)) == (2, {"model", "ngram"})
+        assert (await client.generate(asking(max_tokens=5))).usage.completion == 5
+        newer.cancel()
 
 
 def mapped_files(pid: int) -> str:

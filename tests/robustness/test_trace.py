@@ -158,7 +158,7 @@ async def test_a_collector_that_is_away_costs_nothing(monkeypatch: pytest.Monkey
         answer = await client.generate(build_request(token_ids=[5], temperature=0.0, max_tokens=50))
         stopping = loop.time()
     assert answer.usage.completion == 50
-    assert loop.time() - stopping < 9.0
+    assert loop.time() - stopping < 7.0  # 2 s each for what the collector does not take, and the ends of processes
     assert [service.process.returncode for service in running.services if service.process] == [0, 0, 0]
     silent.close()
 

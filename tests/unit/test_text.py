@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from forerun.core.errors import InvalidRequest, ModelRefused
 from forerun.text import AnswerText, Detokenizer, StopScanner, TextModel
 from forerun.text.detokenizer import LOST
+from tests.models import tiny_model
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog, and then it is done.",
@@ -726,3 +727,10 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_bound_on_the_bytes_of_a_prompt_only_where_it_is_certain(tmp_path: Path) -> None:
+    assert TextModel.load("sim:").vocabulary.longest is None
+    words = tmp_path / "words"
+    tiny_model(words)  # a token is a character; the unknown have a token of their own
+    assert TextModel.load(str(words)).vocabulary.longest is None
