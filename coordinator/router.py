@@ -66,6 +66,18 @@ class Router:
         """Find a target, and a draft if hints may help. Raises Unavailable, or what ended the session meanwhile."""
         if session.targets_used >= self._config.most_targets:
             raise Unavailable(f"{session.targets_used} targets were lost while they served this request")
+        target = await self._found_target(session)
+        if session.over:
+            return
+        session.begin_on(target)
+        self._offer_draft(session)
+
+    async def any_target(self, session: Session) -> None:
+        """Wait until some target is attached. Raises Unavailable, or what ended the session meanwhile."""
+        await self._found_target(session)
+
+    async def _found_target(self, session: Session) -> WorkerLink:
+        """The best target for it, waited for no longer than the session lives."""
         wanted = session.target_hello.numerics_id if session.target_hello else ""
         finding = asyncio.ensure_future(self.pool.target(session.refused_by, self._config.target_wait_s, wanted))
         ended = asyncio.ensure_future(session.ended.wait())
@@ -76,18 +88,10 @@ class Router:
             finding.cancel()
         if session.failure is not None:
             raise session.failure
-        if session.over:
-            return
-        target = finding.result()
+        target = finding.result() if finding.done() and not finding.cancelled() else None
         if target is None:
             raise Unavailable(f"no target worker attached within {self._config.target_wait_s:g} s")
-        session.begin_on(target)
-        self._offer_draft(session)
-
-    async def any_target(self) -> None:
-        """Wait until some target is attached. Raises Unavailable."""
-        if await self.pool.target((), self._config.target_wait_s) is None:
-            raise Unavailable(f"no target worker attached within {self._config.target_wait_s:g} s")
+        return target
 
     def end(self, session: Session) -> None:
         """Forget it, and free what it holds."""

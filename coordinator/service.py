@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import grpc
@@ -122,7 +122,7 @@ class Generation(generation_pb2_grpc.GenerationServicer):
         """Started, chunks, Finished. However it ends, nothing of it stays in the workers."""
         arrived_ns = time.time_ns()
         try:
-            accepted, limits = await self._accept(request)
+            accepted = await self._check(request)
         except errors.ForerunError as error:
             self._metrics.ended(_outcome(error))
             raise
@@ -141,7 +141,7 @@ class Generation(generation_pb2_grpc.GenerationServicer):
         )
         answered = False
         try:
-            async with aclosing(self._traced(accepted, limits, span, arrived_ns)) as answer:
+            async with aclosing(self._traced(request, accepted, span, arrived_ns)) as answer:
                 async for event in answer:
                     answered = event.HasField("finished")
                     yield event
@@ -154,11 +154,16 @@ class Generation(generation_pb2_grpc.GenerationServicer):
             span.end()
 
     async def _traced(
-        self, accepted: Accepted, limits: Limits, span: Span, arrived_ns: int
+        self, request: generation_pb2.GenerateRequest, accepted: Accepted, span: Span, arrived_ns: int
     ) -> AsyncGenerator[generation_pb2.GenerateEvent, None]:
         traceparent = traceparent_of(span)
         session = self._router.admit(accepted.request_id, accepted.prompt, accepted.params, traceparent)
         try:
+            if not self._router.pool.targets:
+                # Checked against the files so far, so that what is wrong was said at once; the target may allow less.
+                await self._router.any_target(session)
+                session.params = (accepted := await self._check(request, accepted)).params
+            limits = self._limits()
             if accepted.params.max_tokens:
                 await self._router.place(session)
             placed_ns = time.time_ns()
@@ -187,17 +192,13 @@ class Generation(generation_pb2_grpc.GenerationServicer):
         finally:
             self._router.end(session)
 
-    async def _accept(self, request: generation_pb2.GenerateRequest) -> tuple[Accepted, Limits]:
-        """Check against the files, so that what is wrong is said at once, then against an attached target.
+    async def _check(self, request: generation_pb2.GenerateRequest, before: Accepted | None = None) -> Accepted:
+        """In a thread: tokenising a long prompt takes a while, and the streams of others go on meanwhile.
 
-        In a thread: tokenising a long prompt takes a while, and the streams of others go on meanwhile.
+        `before`: what the same request was accepted as; it keeps its id.
         """
-        text, names = self._served.text, self._served.names
-        if not self._router.pool.targets:
-            await asyncio.to_thread(check, request, text, names, self._limits())
-            await self._router.any_target()
-        limits = self._limits()
-        return await asyncio.to_thread(check, request, text, names, limits), limits
+        accepted = await asyncio.to_thread(check, request, self._served.text, self._served.names, self._limits())
+        return accepted if before is None else replace(accepted, request_id=before.request_id)
 
     def _started(self, accepted: Accepted, hello: Any, span: Span) -> generation_pb2.Started:
         return generation_pb2.Started(

@@ -383,3 +383,46 @@ async def test_without_workers_unavailable_and_sigterm_ends_with_0() -> None:
         await channel.close()
     service.process.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(service.process.wait(), 20) == 0
+
+
+async def test_requests_that_come_before_the_first_target() -> None:
+    """One is aborted while it waits; the other is served like any, speculation included."""
+    from forerun.up import _free_port
+
+    port, attach = _free_port(), _free_port()
+    dial = ["--model", SIM, "--attach", f"127.0.0.1:{attach}"]
+    arguments = [
+        "coordinator",
+        "--model",
+        SIM,
+        "--port",
+        str(port),
+        "--attach-port",
+        str(attach),
+        "--target-wait",
+        "60",
+    ]
+    services = [
+        Service("coordinator", arguments, Path(os.devnull)),
+        Service("draft", ["draft-worker", *dial], Path(os.devnull)),
+        Service("target", ["target-worker", *dial], Path(os.devnull)),
+    ]
+    await services[0].start()
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", client_options())
+    await channel.channel_ready()
+    async with Client(f"127.0.0.1:{port}") as client:
+        waiting = asyncio.ensure_future(client.generate(asking(request_id="aborted")))
+        while not await client.abort("aborted"):  # until it has arrived
+            assert not waiting.done()
+        with pytest.raises(grpc.aio.AioRpcError) as aborted:
+            await waiting
+        assert aborted.value.code() is grpc.StatusCode.CANCELLED
+        early = asyncio.ensure_future(client.generate(asking(max_tokens=200)))
+        for service in services[1:]:
+            await service.start()
+        answer = await early
+        assert answer.usage.completion == 200
+        assert answer.usage.drafted > 0
+    await channel.close()
+    for service in services:
+        await service.stop()
