@@ -124,7 +124,11 @@ class Session:
             done = self.ledger.committed_len - self.ledger.prompt_len
             known = self.target_hello.vocab_size if self.target_hello else 0
             params = DraftParams(
-                self.params.sampling, max(0, self.params.max_tokens - done), self.params.ends, known or 1 << 31
+                self.params.sampling,
+                max(0, self.params.max_tokens - done),
+                self.params.ends,
+                self.ledger.prompt_len + self.params.min_tokens,
+                known or 1 << 31,
             )
         tokens = tuple(self.ledger.tokens[base_len:])
         sync = Sync(self._draft_seq, base_len, tokens, self._want, params, accepted, checked, self.traceparent)
@@ -152,7 +156,7 @@ class Session:
             self._leave_draft()
         elif self.draft is not None:
             if fresh:
-                self._sync_from(base_len, emit.accepted, emit.drafted)
+                self._sync_from(base_len, emit.hinted_accepted, emit.hinted_checked)
         elif self.wants_draft:
             self._offer_draft(self)
         self._changed.set()

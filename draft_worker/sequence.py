@@ -43,7 +43,9 @@ class DraftSequence:
         self.text = TokenSequence(sync.tokens)
         self.acceptance = Acceptance()
         self._most_len = min(limit, len(sync.tokens) + sync.params.remaining)
-        self._picker = Picker(sync.params.sampling, min(vocab_size, sync.params.vocab_size))
+        ends = tuple(sorted(sync.params.ends))
+        vocab_size = min(vocab_size, sync.params.vocab_size)
+        self._picker = Picker(sync.params.sampling, vocab_size, ends, sync.params.ends_from)
         self._source = source
         self._slots: dict[int, int] = {}  # of grown nodes below the root
         self._growing_ns: tuple[int, int] | None = None

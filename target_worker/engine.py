@@ -188,8 +188,9 @@ class TargetEngine:
         base_len = sequence.text.committed_len
         decided = sequence.judge(share.nodes, rows)
         fresh = sequence.fresh(decided.path)
+        hinted = (len(sequence.drafted(share.nodes)), len(sequence.drafted(decided.path)))
         finish = sequence.commit(decided)
-        self._tell(sequence, share, decided, finish, base_len, started_ns, fresh)
+        self._tell(sequence, share, decided, finish, base_len, started_ns, fresh, hinted)
 
     def _plan(self) -> list[Share[TargetSequence]]:
         while self._queued and len(self._running) < self._config.max_sequences:
@@ -207,6 +208,7 @@ class TargetEngine:
         base_len: int,
         started_ns: int,
         fresh: int,
+        hinted: tuple[int, int],
     ) -> None:
         ended_ns = self._wall_ns()
         sequence.spans.add(
@@ -237,6 +239,8 @@ class TargetEngine:
                 ended_ns=ended_ns,
                 finish=finish,
                 traceparent=sequence.traceparent,
+                hinted_checked=hinted[0],
+                hinted_accepted=hinted[1],
             ),
         )
         if finish:

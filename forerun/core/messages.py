@@ -67,6 +67,8 @@ class Emit:
     finish: Finish | None = None
     cached: int = 0  # prompt tokens found in KV
     traceparent: str = ""
+    hinted_checked: int = 0  # of `drafted`, the nodes a draft sent
+    hinted_accepted: int = 0
 
     def then(self, later: Emit) -> Emit:
         """Both as one message; `later` must go on where this one ends."""
@@ -79,6 +81,8 @@ class Emit:
             passes=self.passes + later.passes,
             started_ns=self.started_ns,
             cached=self.cached,
+            hinted_checked=self.hinted_checked + later.hinted_checked,
+            hinted_accepted=self.hinted_accepted + later.hinted_accepted,
         )
 
 
@@ -92,6 +96,7 @@ class DraftParams:
     sampling: Sampling
     remaining: int  # tokens the request may still get when it is opened
     ends: frozenset[int] = frozenset()
+    ends_from: int = 0  # first position at which an end token may stand
     vocab_size: int = 1 << 31  # the target's: nothing beyond is worth proposing
 
 

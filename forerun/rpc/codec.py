@@ -226,6 +226,8 @@ def target_event_of(message: target_pb2.TargetEvent) -> TargetEvent:
                 Finish(emit.finish) if emit.finish in (1, 2) else None,
                 emit.cached,
                 emit.traceparent,
+                emit.hinted_checked,
+                emit.hinted_accepted,
             )
         case "gap":
             return _gap(message.gap)
@@ -249,6 +251,8 @@ def put_target_event(event: TargetEvent) -> target_pb2.TargetEvent:
                 finish=_number(event.finish or 0),
                 cached=event.cached,
                 traceparent=event.traceparent,
+                hinted_checked=event.hinted_checked,
+                hinted_accepted=event.hinted_accepted,
             )
             return target_pb2.TargetEvent(emit=emit)
         case Gap():
@@ -270,6 +274,7 @@ def draft_command_of(message: draft_pb2.DraftCommand) -> DraftCommand:
                     sampling_of(sync.params.sampling),
                     sync.params.remaining,
                     frozenset(sync.params.end_token_ids),
+                    sync.params.ends_from,
                     sync.params.vocab_size or 1 << 31,
                 )
             return Sync(
@@ -305,6 +310,7 @@ def put_draft_command(command: DraftCommand) -> draft_pb2.DraftCommand:
                         sampling=put_sampling(command.params.sampling),
                         remaining=command.params.remaining,
                         end_token_ids=sorted(command.params.ends),
+                        ends_from=command.params.ends_from,
                         vocab_size=command.params.vocab_size,
                     )
                 )

@@ -7,16 +7,18 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftParams(_message.Message):
-    __slots__ = ("sampling", "remaining", "end_token_ids", "vocab_size")
+    __slots__ = ("sampling", "remaining", "end_token_ids", "vocab_size", "ends_from")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REMAINING_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FROM_FIELD_NUMBER: _ClassVar[int]
     sampling: _common_pb2.Sampling
     remaining: int
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
     vocab_size: int
-    def __init__(self, sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., remaining: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    ends_from: int
+    def __init__(self, sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., remaining: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., ends_from: _Optional[int] = ...) -> None: ...
 
 class Sync(_message.Message):
     __slots__ = ("seq", "base_len", "tokens", "want", "params", "accepted", "checked", "traceparent")

@@ -80,7 +80,7 @@ class Timings(_message.Message):
     def __init__(self, started_ns: _Optional[int] = ..., ended_ns: _Optional[int] = ..., passes: _Optional[int] = ..., drafted: _Optional[int] = ...) -> None: ...
 
 class Emit(_message.Message):
-    __slots__ = ("seq", "base_len", "tokens", "accepted", "want", "timings", "finish", "cached", "traceparent")
+    __slots__ = ("seq", "base_len", "tokens", "accepted", "want", "timings", "finish", "cached", "traceparent", "hinted_checked", "hinted_accepted")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,8 @@ class Emit(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    HINTED_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    HINTED_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     seq: _common_pb2.Seq
     base_len: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -99,7 +101,9 @@ class Emit(_message.Message):
     finish: Finish
     cached: int
     traceparent: str
-    def __init__(self, seq: _Optional[_Union[_common_pb2.Seq, _Mapping]] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., want: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., finish: _Optional[_Union[Finish, str]] = ..., cached: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    hinted_checked: int
+    hinted_accepted: int
+    def __init__(self, seq: _Optional[_Union[_common_pb2.Seq, _Mapping]] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., want: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., finish: _Optional[_Union[Finish, str]] = ..., cached: _Optional[int] = ..., traceparent: _Optional[str] = ..., hinted_checked: _Optional[int] = ..., hinted_accepted: _Optional[int] = ...) -> None: ...
 
 class TargetEvent(_message.Message):
     __slots__ = ("emit", "gap", "refused")

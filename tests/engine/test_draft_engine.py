@@ -178,6 +178,15 @@ def test_nothing_below_an_end_or_beyond_what_remains() -> None:
     assert max(tree.depth(row) for row in range(len(tree))) == 3, "the token after the last guess needs room too"
 
 
+def test_an_end_token_is_not_guessed_where_it_may_not_stand() -> None:
+    ending = truth((1, 2, 3), 1)[0]
+    for ends_from, first in ((0, True), (4, False)):
+        told = Told()
+        told.sync(0, (1, 2, 3), params=DraftParams(GREEDY.sampling, 100, frozenset({ending}), ends_from))
+        told.settle()
+        assert (told.main_path()[0] == ending) is first
+
+
 def test_rejection_drafts_one_chain_with_laws() -> None:
     told = Told()
     sampling = Sampling(temperature=1.0, seed=5, verification=Verification.REJECTION)

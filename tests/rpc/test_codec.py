@@ -34,13 +34,13 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 TARGET_COMMANDS = [Start(SEQ, 2, (1, 2, 3), TARGET_PARAMS, PARENT), Stop(SEQ, PARENT)]
 TARGET_EVENTS = [
-    Emit(SEQ, 4, (5, 6), 1, 2, 1, 24, 10, 20, None, 3, PARENT),
+    Emit(SEQ, 4, (5, 6), 1, 2, 1, 24, 10, 20, None, 3, PARENT, 2, 1),
     Emit(SEQ, 4, (5,), 0, 0, 1, 0, finish=Finish.LENGTH),
     Gap(SEQ, 7, PARENT),
     Refused(SEQ, "no", True, PARENT),
 ]
 DRAFT_COMMANDS = [
-    Sync(SEQ, 0, (1, 2), 16, DraftParams(SAMPLING, 30, frozenset({2})), 1, 2, PARENT),
+    Sync(SEQ, 0, (1, 2), 16, DraftParams(SAMPLING, 30, frozenset({2}), 7, 99), 1, 2, PARENT),
     Sync(SEQ, 5, (), 0),
     Close(SEQ, PARENT),
 ]
