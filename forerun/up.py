@@ -166,8 +166,8 @@ async def started(options: UpOptions) -> AsyncIterator[Running]:
     for source in (options.target, *options.draft):
         if source.startswith(PREFIX):
             SimSpec.parse(source)
-    port = options.port or _free_port()
-    attach_port = _free_port() if options.port == 0 else port + 1
+    port = options.port or free_port()
+    attach_port = free_port() if options.port == 0 else port + 1
     _check_free(port, attach_port)
     folder = await asyncio.to_thread(resolve, options.target)  # converts with its own progress bar
     with _logs() as logs:
@@ -254,7 +254,7 @@ def _check_free(*ports: int) -> None:
                 ) from None
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,8 @@ class Attached:
         self.role = role
         self._cluster = cluster
         rng = random.Random(cluster.seed + next(cluster.serial))
-        self.to_worker: Tube[bytes] = Tube(cluster.faults, _is_hint_command, rng)
-        self.to_coordinator: Tube[bytes] = Tube(cluster.faults, _is_hint_event, rng)
+        self.to_worker: Tube[bytes] = Tube(cluster.faults, _is_hint_command, rng, cluster.clock)
+        self.to_coordinator: Tube[bytes] = Tube(cluster.faults, _is_hint_event, rng, cluster.clock)
         hello = attach_pb2.Hello(
             role=role,
             worker=f"w{next(cluster.serial)}",
@@ -94,6 +94,7 @@ class Cluster:
 
     faults: Faults = field(default_factory=Faults)
     seed: int = 0
+    clock: Callable[[], int] | None = None  # what delays are counted in; None: ticks
     workers: list[Attached] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)  # of the `answer` that runs
     serial: Any = field(default_factory=itertools.count)

@@ -1,4 +1,4 @@
-"""In-memory stand-ins for the Attach stream: frames are really encoded, time is a count of ticks.
+"""In-memory stand-ins for the Attach stream: frames are really encoded, time is a count of ticks or a given clock.
 
 Hints may be dropped, delayed, repeated and reordered, as the protocol allows; everything else keeps
 its order and arrives, as a stream promises. A cut tube delivers nothing more, as a killed worker does.
@@ -16,17 +16,24 @@ Frame = TypeVar("Frame")
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What happens to frames, by chance and in ticks."""
+    """What happens to frames, by chance and in the tube's unit of time."""
 
     drop: float = 0.0
     repeat: float = 0.0
-    delay: tuple[int, int] = (0, 0)  # least and most ticks on the way
+    delay: tuple[int, int] = (0, 0)  # least and most time on the way
 
 
 class Tube(Generic[Frame]):
-    """One direction of a stream."""
+    """One direction of a stream. Without a `clock` time goes on by one with each tick."""
 
-    def __init__(self, faults: Faults, is_hint: Callable[[Frame], bool], rng: random.Random) -> None:
+    def __init__(
+        self,
+        faults: Faults,
+        is_hint: Callable[[Frame], bool],
+        rng: random.Random,
+        clock: Callable[[], int] | None = None,
+    ) -> None:
+        self._clock = clock
         self._faults = faults
         self._is_hint = is_hint
         self._rng = rng
@@ -39,6 +46,7 @@ class Tube(Generic[Frame]):
     def put(self, frame: Frame) -> None:
         if not self._open:
             return
+        self._now = self._clock() if self._clock else self._now
         due = self._now + self._rng.randint(*self._faults.delay)
         if self._is_hint(frame):
             if self._rng.random() < self._faults.drop:
@@ -54,10 +62,11 @@ class Tube(Generic[Frame]):
         self._waiting.append((due, self._serial, frame))
 
     def tick(self) -> list[Frame]:
-        """Time goes on by one; what is due arrives."""
+        """What is due arrives."""
+        self._now = self._clock() if self._clock else self._now
         due = sorted(entry for entry in self._waiting if entry[0] <= self._now)
         self._waiting = [entry for entry in self._waiting if entry[0] > self._now]
-        self._now += 1
+        self._now += self._clock is None
         return [frame for _, _, frame in due] if self._open else []
 
     def cut(self) -> None:

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from forerun.client import Client, build_request
 from forerun.rpc.options import client_options
-from forerun.up import Running, Service, UpOptions, started
+from forerun.up import Running, Service, UpOptions, free_port, started
 from forerun.v1 import attach_pb2, attach_pb2_grpc, common_pb2, draft_pb2, generation_pb2, target_pb2
 
 pytestmark = [pytest.mark.services, pytest.mark.asyncio(loop_scope="module")]
@@ -354,22 +354,16 @@ async def test_workers_killed_and_back_within_one_answer() -> None:
         assert 200 / answer.usage.passes > 1.2  # speculation came back with the draft
 
 
-async def test_without_workers_unavailable_and_sigterm_ends_with_0() -> None:
-    from forerun.up import _free_port
+def lone_coordinator(target_wait: str) -> tuple[int, int, Service]:
+    """(public port, attach port, a coordinator that is not started yet)."""
+    port, attach = free_port(), free_port()
+    ports = ["--port", str(port), "--attach-port", str(attach)]
+    arguments = ["coordinator", "--model", SIM, *ports, "--target-wait", target_wait]
+    return port, attach, Service("coordinator", arguments, Path(os.devnull))
 
-    port, attach = _free_port(), _free_port()
-    arguments = [
-        "coordinator",
-        "--model",
-        SIM,
-        "--port",
-        str(port),
-        "--attach-port",
-        str(attach),
-        "--target-wait",
-        "0.2",
-    ]
-    service = Service("coordinator", arguments, Path(os.devnull))
+
+async def test_without_workers_unavailable_and_sigterm_ends_with_0() -> None:
+    port, _, service = lone_coordinator(target_wait="0.2")
     await service.start()
     assert service.process is not None
     async with Client(f"127.0.0.1:{port}") as client:
@@ -387,23 +381,10 @@ async def test_without_workers_unavailable_and_sigterm_ends_with_0() -> None:
 
 async def test_requests_that_come_before_the_first_target() -> None:
     """One is aborted while it waits; the other is served like any, speculation included."""
-    from forerun.up import _free_port
-
-    port, attach = _free_port(), _free_port()
+    port, attach, first = lone_coordinator(target_wait="60")
     dial = ["--model", SIM, "--attach", f"127.0.0.1:{attach}"]
-    arguments = [
-        "coordinator",
-        "--model",
-        SIM,
-        "--port",
-        str(port),
-        "--attach-port",
-        str(attach),
-        "--target-wait",
-        "60",
-    ]
     services = [
-        Service("coordinator", arguments, Path(os.devnull)),
+        first,
         Service("draft", ["draft-worker", *dial], Path(os.devnull)),
         Service("target", ["target-worker", *dial], Path(os.devnull)),
     ]
