@@ -32,6 +32,10 @@ async def events(
             stop = text.stop
         if tokens or shown:
             chunk = generation_pb2.Chunk(position=position, token_ids=tokens, text=shown)
+            if accepted.params.logits_digest:
+                end = position + len(tokens)
+                chunk.logits_digests.extend(session.digests[position:end])
+                chunk.windows.extend(session.windows(position, end))
             yield generation_pb2.GenerateEvent(chunk=chunk)
         position += len(tokens)
         if stop is None and not over:
@@ -62,4 +66,7 @@ def _usage(session: Session, completion_len: int) -> generation_pb2.Usage:
         drafted=counts.drafted,
         accepted=counts.accepted,
         passes=counts.passes,
+        preempted=counts.preempted,
+        targets=counts.targets,
+        branched=counts.branched,
     )

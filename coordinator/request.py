@@ -81,6 +81,7 @@ def check(request: generation_pb2.GenerateRequest, text: TextModel, names: Seque
         sources=_sources(request.speculation, limits),
         max_draft_tokens=_max_draft_tokens(request.speculation, limits),
         trace_detail=request.output.trace_detail,
+        logits_digest=request.output.logits_digest,
     )
     request_id = request.request_id or uuid.uuid4().hex
     return Accepted(request_id, request.attempt, prompt, params, _stops(stopping), most_tokens)

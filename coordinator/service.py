@@ -78,6 +78,8 @@ class Generation(generation_pb2_grpc.GenerationServicer):
                         case "chunk":
                             texts.append(event.chunk.text)
                             response.token_ids.extend(event.chunk.token_ids)
+                            response.logits_digests.extend(event.chunk.logits_digests)
+                            response.windows.extend(event.chunk.windows)
                         case "finished":
                             response.finish_reason = event.finished.finish_reason
                             response.stop_cause.CopyFrom(event.finished.stop_cause)
@@ -109,6 +111,7 @@ class Generation(generation_pb2_grpc.GenerationServicer):
             max_stop_strings=MOST_STOPS,
             version=__version__,
             most_draft_tokens=MOST_DRAFT_TOKENS,
+            kv_tokens=min((link.hello.kv_tokens for link in pool.targets), default=0),
         )
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from coordinator.account import Account, Counts
 from coordinator.links import RelayedHint, WorkerLink
 from forerun.core.errors import ForerunError, LedgerConflict, WorkerFailed
 from forerun.core.ledger import Ledger
@@ -31,15 +31,6 @@ from forerun.v1 import attach_pb2
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What usage reports besides lengths."""
-
-    drafted: int
-    accepted: int
-    passes: int
-
-
 class Session:
     """The state of one request. Placing is the router's; it calls `begin_on` and `draft_with`."""
 
@@ -58,7 +49,8 @@ class Session:
         self.traceparent = traceparent
         self.ledger = Ledger(prompt)
         self.cached = 0  # prompt tokens found in KV
-        self._emits: list[tuple[int, int, int, int]] = []  # (base_len, drafted, accepted, passes)
+        self.digests: list[int] = []  # of the logits behind each completion token, if the request asks for them
+        self._account = Account()
         self.finish: Finish | None = None
         self.failure: ForerunError | None = None
         self.not_exact = False
@@ -148,7 +140,9 @@ class Session:
             self._give_up_target(link, str(conflict))
             return
         self._want = emit.want
-        self._emits.append((emit.base_len, emit.drafted, emit.accepted, emit.passes))
+        if fresh:
+            self.digests += emit.digests[-len(fresh) :]
+            self._account.add(base_len, emit, link.hello.incarnation)
         self.cached = max(self.cached, emit.cached)
         self.finish = emit.finish
         if self.over:
@@ -178,6 +172,13 @@ class Session:
             raise LedgerConflict(f"{counts}, {len(emit.tokens)} tokens")
         if not 0 < emit.passes <= len(emit.tokens) or emit.cached > self.ledger.prompt_len:
             raise LedgerConflict(f"{counts}, {len(emit.tokens)} tokens, {emit.cached} of the prompt cached")
+        if emit.windows and (len(emit.windows) != emit.passes or sum(emit.windows) < emit.drafted):
+            raise LedgerConflict(f"{counts}, windows {list(emit.windows)}")
+        if emit.branched > emit.passes:
+            raise LedgerConflict(f"{counts}, {emit.branched} of them branched")
+        if len(emit.digests) != (len(emit.tokens) if self.params.logits_digest else 0):
+            asked = "asked for" if self.params.logits_digest else "not asked for"
+            raise LedgerConflict(f"{len(emit.digests)} digests, {asked}, of {len(emit.tokens)} tokens")
 
     def _give_up_target(self, link: WorkerLink, why: str) -> None:
         """What it says cannot be: go on elsewhere, not there."""
@@ -220,17 +221,12 @@ class Session:
                 self._replace_target(self)
 
     def counts(self, completion_len: int) -> Counts:
-        """Work behind the first `completion_len` tokens: what a stop string cut off is not counted.
+        """Work behind the first `completion_len` tokens."""
+        return self._account.counts(self.ledger.prompt_len + completion_len)
 
-        Of passes that came as one message and were cut in the middle, at most one per token is.
-        """
-        end = self.ledger.prompt_len + completion_len
-        kept = [emit for emit in self._emits if emit[0] < end]
-        return Counts(
-            drafted=sum(drafted for _, drafted, _, _ in kept),
-            accepted=sum(min(accepted, end - base_len) for base_len, _, accepted, _ in kept),
-            passes=sum(min(passes, end - base_len) for base_len, _, _, passes in kept),
-        )
+    def windows(self, start: int, end: int) -> list[int]:
+        """Nodes checked in each pass behind completion tokens [start, end)."""
+        return self._account.windows(self.ledger.prompt_len + start, self.ledger.prompt_len + end)
 
     # --- ending --------------------------------------------------------------------------------
 

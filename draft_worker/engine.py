@@ -7,16 +7,21 @@ wire formats: commands come in as values, hints leave through `emit`.
 from __future__ import annotations
 
 import heapq
+import logging
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from draft_worker.sequence import DraftSequence
-from forerun.core.errors import SequenceRefused
+from forerun.core.errors import GroupLost, SequenceRefused
 from forerun.core.messages import Close, DraftCommand, DraftEvent, Gap, Hinted, Refused, Sync
+from forerun.core.pages import KV, OutOfPages
 from forerun.core.params import SeqId, Source
 from forerun.core.spans import Record, record_nothing
-from forerun.runtime.passes import Model
+from forerun.core.tree import ROOT
+from forerun.runtime.passes import Model, Run
+
+log = logging.getLogger(__name__)
 
 Link = Hashable
 
@@ -109,7 +114,7 @@ class DraftEngine:
                 ),
             )
             return
-        kv, limit = self._model.new_kv(), self._model.context_limit
+        kv, limit = KV(self._model.pages), self._model.context_limit
         self._sequences[key] = DraftSequence(link, sync, kv, self._vocab_size, limit, self._config.source, self._record)
 
     def _drop(self, key: tuple[Link, SeqId]) -> None:
@@ -133,18 +138,43 @@ class DraftEngine:
         if not frontier:
             return False
         started_ns = self._wall_ns()
-        runs = [sequence.run(row, chunk) for sequence, row, chunk in frontier]
-        logits = self._model.forward(runs)
+        laid = self._lay(frontier)
+        if not laid:
+            return False
+        try:
+            logits = self._model.forward([run for _, _, run in laid])
+        except GroupLost as lost:
+            self._begin_again(lost)
+            return True
         ended_ns = self._wall_ns()
         self.steps += 1
         new: dict[tuple[Link, SeqId], list[int]] = {}
-        for (sequence, row, _), run, rows in zip(frontier, runs, logits, strict=True):
+        for (sequence, row, run), rows in zip(laid, logits, strict=True):
             new.setdefault(sequence.key, []).extend(sequence.grow(row, run, rows, started_ns, ended_ns))
         for key, nodes in new.items():
             if nodes:
                 sequence = self._sequences[key]
                 self._emit(sequence.link, Hinted(sequence.seq, sequence.hint(nodes), sequence.traceparent))
         return True
+
+    def _lay(self, frontier: list[tuple[DraftSequence, int, int]]) -> list[tuple[DraftSequence, int, Run]]:
+        """Pages for what is to be grown. What there are none for waits; a prefix that finds none is refused."""
+        laid = []
+        for sequence, row, chunk in frontier:
+            try:
+                laid.append((sequence, row, sequence.run(row, chunk)))
+            except OutOfPages as out:
+                if row == ROOT:
+                    self._drop(sequence.key)
+                    reason = f"the draft's KV is full: {out}"
+                    self._emit(sequence.link, Refused(sequence.seq, reason, True, sequence.traceparent))
+        return laid
+
+    def _begin_again(self, lost: GroupLost) -> None:
+        log.error("a rank of this draft is lost: %s; starting the group again", lost)
+        self._model.restart()
+        for sequence in self._sequences.values():
+            sequence.lose_kv()
 
     def _choose_frontier(self) -> list[tuple[DraftSequence, int, int]]:
         """(sequence, node, rows it may take): every sequence's best node, then the best of the others."""

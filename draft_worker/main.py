@@ -21,7 +21,7 @@ class DraftOptions:
 
 async def serve(options: DraftOptions) -> None:
     """Runs until SIGTERM or SIGINT. Raises ModelRefused."""
-    loaded = load(options.load, draft=True)
+    loaded = load(options.load, draft=True, sequences=options.max_sequences)
     source = Source.EARLY_EXIT if options.load.layers else Source.MODEL
     tracing = Tracing.from_environment("forerun-draft")
     config = DraftConfig(source=source, max_sequences=options.max_sequences, width=options.width)

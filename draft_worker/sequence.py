@@ -10,25 +10,26 @@ from numpy.typing import NDArray
 from forerun.core.acceptance import Acceptance
 from forerun.core.errors import SequenceRefused
 from forerun.core.messages import Sync
+from forerun.core.pages import KV, Path
 from forerun.core.params import SeqId, Source
 from forerun.core.pick import Picker
 from forerun.core.sequence import Hint, TokenSequence
 from forerun.core.spans import Record, SpanWindow
 from forerun.core.tree import ROOT
-from forerun.runtime.passes import Cache, Run
+from forerun.runtime.passes import Run
 
 FAINT = 0.02
 """A node less likely than this to lie on the realised path is not grown."""
 
 
 class DraftSequence:
-    """A node is *grown* when its row was computed: its KV lies in a slot and its children are known.
+    """A node is *grown* when its row was computed: its KV lies at the end of a path and its children are known.
 
     The root is grown when the debt is paid: kv.cached_len == committed_len.
     """
 
     def __init__(
-        self, link: Hashable, sync: Sync, kv: Cache, vocab_size: int, limit: int, source: Source, record: Record
+        self, link: Hashable, sync: Sync, kv: KV, vocab_size: int, limit: int, source: Source, record: Record
     ) -> None:
         if sync.params is None:
             raise SequenceRefused("the first Sync of a sequence carries its params")
@@ -41,13 +42,14 @@ class DraftSequence:
         self.want = sync.want
         self.kv = kv
         self.text = TokenSequence(sync.tokens)
+        kv.adopt(sync.tokens)
         self.acceptance = Acceptance()
         self._most_len = min(limit, len(sync.tokens) + sync.params.remaining)
         ends = tuple(sorted(sync.params.ends))
         vocab_size = min(vocab_size, sync.params.vocab_size)
         self._picker = Picker(sync.params.sampling, vocab_size, ends, sync.params.ends_from)
         self._source = source
-        self._slots: dict[int, int] = {}  # of grown nodes below the root
+        self._paths: dict[int, Path] = {}  # of grown nodes below the root
         self._growing_ns: tuple[int, int] | None = None
         self._grown_now = 0
         self.spans = SpanWindow(record, sync.traceparent, "draft.grow", "draft.window")
@@ -76,8 +78,7 @@ class DraftSequence:
     def _rewind(self, length: int) -> None:
         if length < 1:
             raise SequenceRefused("a Sync may not take back the first token of a sequence")
-        self.kv.free_slots(list(self._slots.values()))
-        self._slots.clear()
+        self._drop_branches()
         self.text.rewind(length)
         self.kv.truncate(min(self.kv.cached_len, length - 1))  # the new root is grown again
 
@@ -86,14 +87,17 @@ class DraftSequence:
         if not tokens:
             return
         base_len, advance = self.text.committed_len, self.text.advance(tokens)
-        won = [self._slots[row] for row in advance.path if row in self._slots]
+        won = [self._paths[row] for row in advance.path if row in self._paths]
+        kept = {new: self._paths.pop(old) for old, new in advance.rows.items() if old in self._paths and new != ROOT}
         if won:
-            self.kv.lay_path(won, base_len)
-            self.kv.extend(base_len + len(won))
-        left = {new: self._slots[old] for old, new in advance.rows.items() if old in self._slots and new != ROOT}
-        kept = set(left.values())
-        self.kv.free_slots([slot for slot in self._slots.values() if slot not in kept])
-        self._slots = left
+            self.kv.commit(self.text.tokens, base_len + len(won), won[-1], reclaim=not kept)
+        self._drop_branches()
+        self._paths = kept
+
+    def _drop_branches(self) -> None:
+        for path in self._paths.values():
+            self.kv.drop(path)
+        self._paths.clear()
 
     # --- growing -------------------------------------------------------------------------------
 
@@ -112,7 +116,7 @@ class DraftSequence:
             return
         tree = self.text.tree
         for row in range(1, len(tree)):
-            if row in self._slots or tree.tokens[row] in self.params.ends:
+            if row in self._paths or tree.tokens[row] in self.params.ends:
                 continue
             chance = tree.reach(row)
             # The deepest node that can be checked leaves room for the token after it.
@@ -120,24 +124,23 @@ class DraftSequence:
                 yield chance, row
 
     def run(self, row: int, chunk: int) -> Run:
-        """The rows that grow `row`: for the root its debt (a chunk of it), else the node alone."""
+        """The rows that grow `row`: for the root its debt (a chunk of it), else the node alone. Raises OutOfPages."""
         if row == ROOT:
             start = self.kv.cached_len
             tokens = tuple(self.text.tokens[start : start + chunk])
-            return Run(self.kv, tokens, start, logit_rows=int(start + len(tokens) == self.text.committed_len))
+            logit_rows = int(start + len(tokens) == self.text.committed_len)
+            return Run(self.kv.extend(len(tokens)), tokens, start, logit_rows)
         tree = self.text.tree
-        above = tree.path(row)[:-1]
-        (slot,) = self.kv.take_slots(1)
-        self._slots[row] = slot
-        start = self.text.committed_len + len(above)
-        lay = tuple(self._slots[node] for node in above)
-        return Run(self.kv, (tree.tokens[row],), start, logit_rows=1, lay=lay, keep=(slot,))
+        parent, start = tree.parents[row], self.text.committed_len + tree.depth(row) - 1
+        path = self.kv.branch(self.kv.trunk if parent == ROOT else self._paths[parent], start, 1)
+        self._paths[row] = path
+        return Run(path, (tree.tokens[row],), start, logit_rows=1)
 
     def grow(self, row: int, run: Run, logits: NDArray[np.float32], started_ns: int, ended_ns: int) -> list[int]:
         """Children of `row` by the logits of its run; returns the new rows (none while debt is left)."""
         self._growing_ns = (self._growing_ns[0] if self._growing_ns else started_ns, ended_ns)
         if row == ROOT:
-            self.kv.extend(self.kv.cached_len + len(run.tokens))
+            self.kv.commit(self.text.tokens, run.start + len(run.tokens))
             if self.debt:
                 return []
         tree = self.text.tree
@@ -161,7 +164,15 @@ class DraftSequence:
             self.spans.add(*self._growing_ns, counts)
             self._growing_ns, self._grown_now = None, 0
 
+    def lose_kv(self) -> None:
+        """All KV is gone: what was guessed is guessed again."""
+        self._paths.clear()
+        self.text.rewind(self.text.committed_len)
+        self.kv = KV(self.kv.pages)
+
     def close(self) -> None:
+        self._drop_branches()
+        self.kv.release(self.text.tokens)
         self._close_span()
         self.spans.close()
 

@@ -134,6 +134,7 @@ def build_request(
     prompt_logprobs: int | None = None,
     echo: bool | None = None,
     trace_detail: bool | None = None,
+    logits_digest: bool | None = None,
     n: int | None = None,
     priority: int | None = None,
 ) -> generation_pb2.GenerateRequest:
@@ -194,7 +195,14 @@ def build_request(
         max_draft_tokens=max_draft_tokens,
         verification=None if verification is None else _verification(verification),
     )
-    _set(request.output, logprobs=logprobs, prompt_logprobs=prompt_logprobs, echo=echo, trace_detail=trace_detail)
+    _set(
+        request.output,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        echo=echo,
+        trace_detail=trace_detail,
+        logits_digest=logits_digest,
+    )
     return request
 
 

@@ -28,6 +28,9 @@ from forerun.rpc.options import client_options
 from forerun.runtime.models import resolve
 from forerun.runtime.sim import PREFIX, SimSpec
 
+TARGET, DRAFT = "target", "draft"
+"""Names of the services; a second target is target-2."""
+
 PARENT = "FORERUN_PARENT"
 """Process whose end ends a service, however it comes: it is started for that process alone."""
 
@@ -52,8 +55,14 @@ class UpOptions:
     dtype: str = "bfloat16"
     lookahead: int = 8
     early_exit_layers: int = EARLY_EXIT_LAYERS
-    threads: int = 0  # 0: all cores but one for the target, one for the draft
+    threads: int = 0  # of a target; 0: all its cores but one, which is the draft's
     quiet: bool = False
+    targets: int = 1
+    max_sequences: int = 16
+    kv_memory: int | None = None  # bytes of each target; None: from what is free
+    tp: int = 1
+    target_cores: tuple[int, ...] = ()  # none: all
+    draft_cores: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -63,9 +72,13 @@ class Service:
     log: Path
     process: asyncio.subprocess.Process | None = None
 
+    @property
+    def is_target(self) -> bool:
+        return self.name == TARGET or self.name.startswith(f"{TARGET}-")
+
     async def start(self) -> None:
         # A session of its own: the terminal's Ctrl-C reaches `up`, which decides who stops when.
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -82,6 +95,12 @@ class Service:
         if self.process is not None and self.process.returncode is not None:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
             raise ServiceFailed(f"{self.name} ended with status {self.process.returncode}:\n{tail}")
+
+    async def kill(self) -> None:
+        """As a crash: nothing is said. `start` brings it back."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
 
     async def stop(self) -> None:
         if self.process is None or self.process.returncode is not None:
@@ -115,17 +134,26 @@ class Running:
         for service in self.services:
             service.check()
 
+    @property
+    def targets(self) -> list[Service]:
+        return [service for service in self.services if service.is_target]
+
+    async def ready(self) -> None:
+        """Returns when all are attached. Raises ServiceFailed."""
+        await _ready(self)
+
     def pids(self) -> dict[str, int]:
         return {service.name: service.process.pid for service in self.services if service.process}
 
 
 def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[Service]:
     """The processes and their command lines. Raises ModelRefused for a source that is none."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(options.target_cores or os.sched_getaffinity(0))
+    drafts_apart = bool(options.target_cores and options.draft_cores)
     model_drafts = [source for source in options.draft if source not in ("ngram", "none")]
     if len(model_drafts) > 1:
         raise ModelRefused(f"one draft worker is started here; choose one of {', '.join(model_drafts)}")
-    target_threads = options.threads or max(1, cores - len(model_drafts))
+    target_threads = options.threads or max(1, cores - (0 if drafts_apart else len(model_drafts)))
     attach = ["--attach", f"127.0.0.1:{attach_port}"]
     public = ["--port", str(options.port), "--attach-port", str(attach_port), "--grace", str(GRACE_S)]
     common = ["--dtype", options.dtype]
@@ -135,14 +163,15 @@ def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[
             ["coordinator", "--model", folder, "--name", options.target, *public],
             logs / "coordinator.log",
         ),
-        Service(
-            "target",
-            ["target-worker", "--model", folder, "--threads", str(target_threads), *common, *attach]
-            + ["--lookahead", str(options.lookahead)]
-            + ([] if "ngram" in options.draft else ["--no-ngram"]),
-            logs / "target.log",
-        ),
     ]
+    target = ["target-worker", "--model", folder, "--threads", str(target_threads), *common, *attach]
+    target += ["--lookahead", str(options.lookahead), "--max-sequences", str(options.max_sequences)]
+    target += ["--tp", str(options.tp), *_pinned(options.target_cores)]
+    target += [] if options.kv_memory is None else ["--kv-memory", str(options.kv_memory)]
+    target += [] if "ngram" in options.draft else ["--no-ngram"]
+    for number in range(1, options.targets + 1):
+        name = TARGET if number == 1 else f"{TARGET}-{number}"
+        services.append(Service(name, target, logs / f"{name}.log"))
     for source in model_drafts:
         if source == Source.EARLY_EXIT.label and not folder.startswith("sim:"):
             chosen = ["--model", folder, "--layers", str(options.early_exit_layers)]
@@ -153,10 +182,13 @@ def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[
         else:
             known = ", ".join(["none", *(known.label for known in Source)])
             raise ModelRefused(f"no hint source is called {source!r}; there are {known}, or a model's folder or hub id")
-        services.append(
-            Service("draft", ["draft-worker", *chosen, "--threads", "1", *common, *attach], logs / "draft.log")
-        )
+        draft = ["draft-worker", *chosen, "--threads", "1", *common, *attach, *_pinned(options.draft_cores)]
+        services.append(Service(DRAFT, draft, logs / "draft.log"))
     return services
+
+
+def _pinned(cores: Sequence[int]) -> list[str]:
+    return ["--cores", ",".join(map(str, cores))] if cores else []
 
 
 @asynccontextmanager
@@ -177,19 +209,12 @@ async def started(options: UpOptions) -> AsyncIterator[Running]:
             with console.status("starting " + ", ".join(service.name for service in services)):
                 for service in services:
                     await service.start()
-                await _ready(running, drafts=len(services) - 2)
+                await running.ready()
             yield running
         finally:
             with console.status("stopping"):
                 await running.services[0].stop()  # it finishes answers, for which it needs the workers
                 await asyncio.gather(*(service.stop() for service in running.services[1:]))
-
-
-@asynccontextmanager
-async def running(target: str = "demo", draft: str = "early_exit,ngram") -> AsyncIterator[str]:
-    """Services on free ports for the length of a block; yields the address."""
-    async with started(UpOptions(target=target, draft=source_names(draft), port=0)) as services:
-        yield services.address
 
 
 def source_names(text: str) -> tuple[str, ...]:
@@ -205,8 +230,10 @@ def source_names(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-async def _ready(running: Running, drafts: int) -> None:
-    """Until a target and the drafts are attached. Raises ServiceFailed."""
+async def _ready(running: Running) -> None:
+    """Until the targets and the drafts are attached. Raises ServiceFailed."""
+    targets = len(running.targets)
+    drafts = sum(service.name == DRAFT for service in running.services)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + READY_S
     async with Client(running.address, options=client_options()) as client:
@@ -215,7 +242,7 @@ async def _ready(running: Running, drafts: int) -> None:
                 service.check()
             try:
                 info = await client.model_info(timeout_s=1.0)
-                if info.targets >= 1 and info.drafts >= drafts:
+                if info.targets >= targets and info.drafts >= drafts:
                     return
             except grpc.aio.AioRpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):

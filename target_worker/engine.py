@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.core.errors import SequenceRefused
+from forerun.core.cost import Load, PassCost
+from forerun.core.errors import GroupLost, SequenceRefused
 from forerun.core.messages import Emit, Hinted, Refused, Start, Stop, TargetCommand, TargetEvent
-from forerun.core.params import Finish, SeqId, Verification
+from forerun.core.pages import TILE
+from forerun.core.params import Finish, Verification
 from forerun.core.plan import Share, plan_pass
 from forerun.core.sequence import Landing
 from forerun.core.spans import Record, record_nothing
 from forerun.core.walk import Walk
-from forerun.runtime.passes import Model
+from forerun.runtime.passes import Model, Run
+from target_worker.lineup import Key, Lineup
 from target_worker.sequence import TargetSequence
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,21 @@ class TargetConfig:
     lead: int = 6  # nodes wanted from a draft, per node that may be checked
 
 
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """What one pass said about one sequence."""
+
+    base_len: int
+    nodes: int  # checked
+    depth: int  # of the longest line of them: positions that were guessed
+    branched: bool
+    decided: Walk
+    finish: Finish | None
+    fresh: int
+    hinted: tuple[int, int]  # by drafts: positions guessed, accepted
+    digests: tuple[int, ...]
+
+
 class TargetEngine:
     """Single-threaded: whoever calls `step` also calls `handle`."""
 
@@ -55,6 +72,7 @@ class TargetEngine:
         record: Record = record_nothing,
         clock: Callable[[], float] = time.monotonic,
         wall_ns: Callable[[], int] = time.time_ns,
+        cost: PassCost | None = None,
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
@@ -63,16 +81,16 @@ class TargetEngine:
         self._record = record
         self._clock = clock
         self._wall_ns = wall_ns
-        self._sequences: dict[tuple[Link, SeqId], TargetSequence] = {}
-        self._running: deque[tuple[Link, SeqId]] = deque()
-        self._queued: deque[tuple[Link, SeqId]] = deque()
+        self._cost = cost or PassCost()
+        self.lineup = Lineup(model.pages, config.max_sequences)
+        self._limit = min(model.context_limit, model.pages.count * TILE - 1)
         self._pass_s = 0.0  # decayed mean of a pass
         self.passes = 0
         self.landings = {landing: 0 for landing in Landing}
 
     @property
     def sequence_count(self) -> int:
-        return len(self._sequences)
+        return len(self.lineup)
 
     @property
     def progress(self) -> int:
@@ -89,7 +107,7 @@ class TargetEngine:
                 except SequenceRefused as refusal:
                     self._emit(link, Refused(command.seq, str(refusal), traceparent=command.traceparent))
             case Hinted():
-                sequence = self._sequences.get((link, command.seq))
+                sequence = self.lineup.get((link, command.seq))
                 if sequence is not None and sequence.drafted_for:
                     self.landings[sequence.text.land(command.hint, depth=max(0, sequence.room - 1))] += 1
                     sequence.patience.hinted(self._clock())
@@ -99,11 +117,12 @@ class TargetEngine:
 
     def drop_link(self, link: Link) -> None:
         """Whoever gave these sequences is gone."""
-        for key in [key for key in self._sequences if key[0] == link]:
-            self._drop(key)
+        for sequence in list(self.lineup):
+            if sequence.link == link:
+                self._drop((link, sequence.seq))
 
     def _start(self, link: Link, start: Start) -> None:
-        limit = self._model.context_limit
+        limit = self._limit
         if not 0 < start.prompt_len <= len(start.tokens):
             raise SequenceRefused(f"prompt_len must be in [1, {len(start.tokens)}], not {start.prompt_len}")
         if len(start.tokens) >= limit:
@@ -114,21 +133,17 @@ class TargetEngine:
             raise SequenceRefused(f"max_tokens {start.params.max_tokens} is reached already")
         if start.params.sampling.verification is Verification.TYPICAL:
             raise SequenceRefused("verification TYPICAL is not served by this worker; COUPLED and REJECTION are")
-        self._drop((link, start.seq))
+        key = link, start.seq
+        self._drop(key)
         sequence = TargetSequence(
-            link, start, self._model.new_kv(), self._vocab_size, limit, self._config.ngram, self._record
+            link, start, self._model.pages, self._vocab_size, limit, self._config.ngram, self._record
         )
-        self._sequences[link, start.seq] = sequence
-        self._queued.append((link, start.seq))
+        self.lineup.add(key, sequence)
 
-    def _drop(self, key: tuple[Link, SeqId]) -> None:
-        sequence = self._sequences.pop(key, None)
-        if sequence is None:
-            return
-        sequence.spans.close()
-        for queue in (self._running, self._queued):
-            if key in queue:
-                queue.remove(key)
+    def _drop(self, key: Key, *, poisoned: bool = False) -> None:
+        sequence = self.lineup.remove(key)
+        if sequence is not None:
+            sequence.close(poisoned=poisoned)
 
     # --- the loop ------------------------------------------------------------------------------
 
@@ -138,12 +153,12 @@ class TargetEngine:
         Only if every running sequence decodes and none knows how it goes on: a pass that has other
         work is not held back.
         """
-        if self._queued or not self._running:
+        running = self.lineup.running
+        if self.lineup.waiting_len or not running:
             return None
         now, deadline = self._clock(), None
-        for key in self._running:
-            sequence = self._sequences[key]
-            if not sequence.decoding or sequence.text.tree.node_count or not sequence.wants_hints:
+        for sequence in running:
+            if not sequence.decoding or sequence.text.tree.node_count or not sequence.want(1):
                 return None
             until = sequence.patience.deadline(now, self._pass_s)
             if until is None:
@@ -153,101 +168,116 @@ class TargetEngine:
 
     def held_in_vain(self) -> None:
         """Patience ran out: do not wait again for these until a hint arrives."""
-        for key in self._running:
-            self._sequences[key].patience.expire()
+        for sequence in self.lineup.running:
+            sequence.patience.expire()
 
     def step(self) -> bool:
         """One pass: plan, forward, pick, walk, commit. False if there was nothing to do."""
-        shares = self._plan()
-        if not shares:
+        laid = self.lineup.lay(self._plan())
+        if not laid:
             return False
         began, started_ns = self._clock(), self._wall_ns()
-        logits = self._model.forward([share.key.run(share) for share in shares])
+        runs = [run for _, own in laid for run in own]
+        try:
+            logits = iter(self._model.forward(runs))
+        except GroupLost as lost:
+            self._begin_again(lost)
+            return True
         self.passes += 1
-        for share, rows in zip(shares, logits, strict=True):
-            sequence = share.key
-            if not share.pays:
-                sequence.prefilled(share.debt_rows)
-                continue
-            try:
-                self._settle(share, rows, started_ns)
-            except (SequenceRefused, ArithmeticError, LookupError, ValueError) as error:
-                # One request's trouble: the others of this pass go on.
-                log.exception("sequence %s", sequence.seq)
-                self._drop((sequence.link, sequence.seq))
-                self._emit(sequence.link, Refused(sequence.seq, str(error), traceparent=sequence.traceparent))
+        self._cost.observe(_load(runs), self._clock() - began)
+        for share, own in laid:
+            self._finish_share(share, [next(logits) for _ in own], started_ns)
         took = self._clock() - began
         self._pass_s = took if self._pass_s == 0.0 else 0.8 * self._pass_s + 0.2 * took
         return True
 
-    def _settle(self, share: Share[TargetSequence], rows: NDArray[np.float32], started_ns: int) -> None:
-        """Pick, walk and commit for one sequence. rows: [1 + nodes, vocab]."""
-        sequence = share.key
-        if np.isnan(rows.max()):
-            raise SequenceRefused("the model's logits for this sequence are not numbers")
-        base_len = sequence.text.committed_len
-        decided = sequence.judge(share.nodes, rows)
-        fresh = sequence.fresh(decided.path)
-        hinted = (len(sequence.drafted(share.nodes)), len(sequence.drafted(decided.path)))
-        finish = sequence.commit(decided)
-        self._tell(sequence, share, decided, finish, base_len, started_ns, fresh, hinted)
-
     def _plan(self) -> list[Share[TargetSequence]]:
-        while self._queued and len(self._running) < self._config.max_sequences:
-            self._running.append(self._queued.popleft())
-        self._running.rotate(-1)  # whoever came last in this pass comes earlier in the next
-        waiting = [self._sequences[key].waiting() for key in self._running]
-        return plan_pass(waiting, self._config.row_budget, self._config.prefill_chunk)
+        self.lineup.admit()
+        waiting = [sequence.waiting() for sequence in self.lineup.running]
+        return plan_pass(waiting, self._config.row_budget, self._config.prefill_chunk, self._cost)
 
-    def _tell(
-        self,
-        sequence: TargetSequence,
-        share: Share[TargetSequence],
-        decided: Walk,
-        finish: Finish | None,
-        base_len: int,
-        started_ns: int,
-        fresh: int,
-        hinted: tuple[int, int],
-    ) -> None:
-        ended_ns = self._wall_ns()
+    def _begin_again(self, lost: GroupLost) -> None:
+        """All KV is gone: the group comes back, and every sequence goes on from the tokens it holds."""
+        log.error("%s; starting the group again", lost)
+        self._model.restart()
+        for sequence in self.lineup.running:
+            sequence.lose_kv()
+
+    def _finish_share(self, share: Share[TargetSequence], logits: list[NDArray[np.float32]], started_ns: int) -> None:
+        sequence = share.key
+        if not share.pays:
+            sequence.prefilled()
+            return
+        poisoned = any(np.isnan(rows.max()) for rows in logits)
+        try:
+            if poisoned:
+                raise SequenceRefused("the model's logits for this sequence are not numbers")
+            self._tell(sequence, self._settle(sequence, logits), started_ns)
+        except (SequenceRefused, ArithmeticError, LookupError, ValueError) as error:
+            # One request's trouble: the others of this pass go on.
+            log.exception("sequence %s", sequence.seq)
+            self._drop((sequence.link, sequence.seq), poisoned=poisoned)
+            self._emit(sequence.link, Refused(sequence.seq, str(error), traceparent=sequence.traceparent))
+
+    def _settle(self, sequence: TargetSequence, logits: list[NDArray[np.float32]]) -> _Settled:
+        """Pick, walk and commit for one sequence. logits: [rows, vocab] of each of its runs."""
+        rows = sequence.rows_by_node(logits)
+        base_len = sequence.text.committed_len
+        checked = [node for node in rows if node]
+        decided = sequence.judge(rows)
+        fresh = sequence.fresh(decided.path)
+        depth, drafted_depth = sequence.deepest(checked), sequence.deepest(sequence.drafted(checked))
+        hinted = (drafted_depth, len(sequence.drafted(decided.path)))
+        digests = sequence.digests(decided, rows)
+        finish = sequence.commit(decided, checked)
+        return _Settled(base_len, len(checked), depth, len(logits) > 1, decided, finish, fresh, hinted, digests)
+
+    def _tell(self, sequence: TargetSequence, settled: _Settled, started_ns: int) -> None:
+        """Span, Emit, and the end if it is one."""
+        ended_ns, decided = self._wall_ns(), settled.decided
         sequence.spans.add(
             started_ns,
             ended_ns,
             {
-                "forerun.base_len": base_len,
-                "forerun.drafted": len(share.nodes),
+                "forerun.base_len": settled.base_len,
+                "forerun.nodes": settled.nodes,
+                "forerun.drafted": settled.depth,
                 "forerun.accepted": decided.accepted,
-                "forerun.rolled_back": len(share.nodes) - decided.accepted,
+                "forerun.rolled_back": settled.depth - decided.accepted,
                 "forerun.committed": len(decided.tokens),
-                "forerun.accepted_fresh": fresh,
+                "forerun.accepted_fresh": settled.fresh,
             },
         )
-        want = 0 if finish else self._want(sequence)
+        want = 0 if settled.finish else sequence.want(self._config.lead)
         sequence.patience.emitted(self._clock(), asking=want > 0)
-        self._emit(
-            sequence.link,
-            Emit(
-                sequence.seq,
-                base_len,
-                decided.tokens,
-                accepted=decided.accepted,
-                drafted=len(share.nodes),
-                passes=1,
-                want=want,
-                started_ns=started_ns,
-                ended_ns=ended_ns,
-                finish=finish,
-                traceparent=sequence.traceparent,
-                hinted_checked=hinted[0],
-                hinted_accepted=hinted[1],
-            ),
+        emit = Emit(
+            sequence.seq,
+            settled.base_len,
+            decided.tokens,
+            accepted=decided.accepted,
+            drafted=settled.depth,
+            passes=1,
+            want=want,
+            started_ns=started_ns,
+            ended_ns=ended_ns,
+            finish=settled.finish,
+            cached=sequence.found or 0,
+            traceparent=sequence.traceparent,
+            hinted_checked=settled.hinted[0],
+            hinted_accepted=settled.hinted[1],
+            digests=settled.digests,
+            preempted=sequence.preempted,
+            windows=(settled.nodes,),
+            branched=int(settled.branched),
         )
-        if finish:
+        sequence.found, sequence.preempted = 0, 0
+        self._emit(sequence.link, emit)
+        if settled.finish:
             self._drop((sequence.link, sequence.seq))
 
-    def _want(self, sequence: TargetSequence) -> int:
-        """Nodes that a draft should hold ready below the last committed token."""
-        if not sequence.wants_hints:
-            return 0
-        return sequence.most_nodes * self._config.lead
+
+def _load(runs: list[Run]) -> Load:
+    load = Load(0)
+    for run in runs:
+        load += Load.of_run(len(run.tokens), run.start)
+    return load

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.core.params import Source
+from forerun.runtime.calibrate import measure
 from forerun.runtime.serving import LoadOptions, attach, hello, load
 from forerun.telemetry.tracing import Tracing
 from target_worker.engine import TargetConfig, TargetEngine
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +26,20 @@ class TargetOptions:
 
 async def serve(options: TargetOptions) -> None:
     """Runs until SIGTERM or SIGINT. Raises ModelRefused."""
-    loaded = load(options.load, draft=False)
+    config = TargetConfig(max_sequences=options.max_sequences, ngram=options.ngram)
+    loaded = load(options.load, draft=False, sequences=options.max_sequences)
+    cost = measure(loaded.model, config.row_budget)
+    log.info("a pass by its rows: %s", cost.describe())
+    if loaded.memory is not None:
+        log.info("%s", loaded.memory())
     sources = [Source.NGRAM] if options.ngram else []
     greeting = hello("target", options.load, loaded, options.max_sequences, sources)
     greeting.lookahead = options.lookahead
     greeting.eos_token_ids.extend(loaded.eos_token_ids)
     tracing = Tracing.from_environment("forerun-target")
-    config = TargetConfig(max_sequences=options.max_sequences, ngram=options.ngram)
     await attach(
         greeting,
         options.coordinators,
-        lambda emit: TargetEngine(loaded.model, loaded.vocab_size, config, emit, tracing.record),
+        lambda emit: TargetEngine(loaded.model, loaded.vocab_size, config, emit, tracing.record, cost=cost),
         tracing,
     )

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forerun.core.acceptance import Calibration
 from forerun.core.messages import Start
 from forerun.core.ngram import NgramIndex
+from forerun.core.pages import KV, TILE, OutOfPages, Pages
 from forerun.core.params import Finish, Source
 from forerun.core.patience import Patience
 from forerun.core.pick import Picker, Proposal
-from forerun.core.plan import Share, Waiting
+from forerun.core.plan import TYPICAL, Share, Waiting
 from forerun.core.sequence import TokenSequence
 from forerun.core.spans import Record, SpanWindow
 from forerun.core.tree import ROOT, Bounds, TokenTree
 from forerun.core.walk import Walk, walk
 from forerun.core.worth import HintWorth
-from forerun.runtime.passes import Cache, Run
+from forerun.runtime.passes import Row, Run
 
 MOST_NODES = 256
 """Bound of the hint store of one sequence."""
@@ -31,7 +34,7 @@ class TargetSequence:
         self,
         link: Hashable,
         start: Start,
-        kv: Cache,
+        pages: Pages,
         vocab_size: int,
         context_limit: int,
         ngram: bool,
@@ -46,16 +49,20 @@ class TargetSequence:
         sampling = start.params.sampling
         bounds = Bounds(MOST_NODES, vocab_size, start.params.ends, sampling.chain_only)
         self.text = TokenSequence(start.tokens, bounds)
-        self.kv = kv
+        self.kv = KV(pages)
+        self.found: int | None = None  # prompt tokens that were in KV when it was first admitted
+        self.preempted = 0  # times it lost its KV since the last Emit
         self.settled_rows = 1  # rows of the tree that were there when the last pass was committed
         self.patience = Patience()
         ends = tuple(sorted(token for token in start.params.ends if token < vocab_size))
         self._picker = Picker(sampling, vocab_size, ends, start.prompt_len + start.params.min_tokens)
         self._ngram = NgramIndex(start.tokens) if ngram and self._accepts(Source.NGRAM) else None
+        self._trust = {source: Calibration() for source in Source if self._accepts(source)}
         self.worth = HintWorth()
         self.hinted = False  # a hint came since the last commit
         self.drafted_for = any(self._accepts(source) for source in Source if source is not Source.NGRAM)
         self.spans = SpanWindow(record, start.traceparent, "verify", "decode.window", start.params.trace_detail)
+        self._laid: list[tuple[Run, tuple[int, ...]]] = []  # its runs of the pass, and the nodes each computes
 
     def _accepts(self, source: Source) -> bool:
         """Rejection sampling takes one source, fixed beforehand: the first that was asked for."""
@@ -74,16 +81,67 @@ class TargetSequence:
         """Nodes that may be checked now: the token after the last of them needs room too."""
         return max(0, min(self.params.max_draft_tokens, self.room - 1))
 
+    @property
+    def debt(self) -> int:
+        return self.text.committed_len - self.kv.cached_len
+
+    @property
+    def decoding(self) -> bool:
+        return self.debt == 1
+
+    @property
+    def pages_due(self) -> int:
+        """Pages it still needs to pay its debt and commit one more token."""
+        return -(-(self.text.committed_len + 1) // TILE) - len(self.kv.trunk.pages)
+
+    # --- KV ------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Start from what is known of its tokens."""
+        known = self.kv.adopt(self.text.tokens)
+        if self.found is None:
+            self.found = min(known, self.prompt_len)
+
+    def preempt(self) -> None:
+        """Give its pages to others. It begins again from its tokens, with the same text."""
+        self.unlay()
+        self.preempted += 1
+        self.kv.release(self.text.tokens)
+
+    def lose_kv(self) -> None:
+        """All KV of the model is gone, and the pages with it."""
+        self._laid.clear()
+        self.preempted += 1
+        self.kv = KV(self.kv.pages)
+
+    def close(self, *, poisoned: bool = False) -> None:
+        """It is over here."""
+        self.unlay()
+        self.kv.release(() if poisoned else self.text.tokens, poisoned=poisoned)
+        self.spans.close()
+
+    # --- a pass --------------------------------------------------------------------------------
+
     def waiting(self) -> Waiting[TargetSequence]:
         """What the next pass could do for it; asks the n-gram index first."""
         most_nodes = self.most_nodes
         if self._ngram is not None and self.decoding:
             self._look_up(most_nodes)
-        return Waiting(self, self.text.committed_len - self.kv.cached_len, self.text.tree, most_nodes)
-
-    @property
-    def decoding(self) -> bool:
-        return self.text.committed_len - self.kv.cached_len == 1
+        tree = self.text.tree
+        chances = [1.0] * len(tree)
+        for row, depth in enumerate(tree.depths()):
+            trust = self._trust.get(tree.sources[row] or Source.MODEL)
+            chances[row] = tree.scores[row] if trust is None else trust.chance(tree.scores[row], depth)
+        return Waiting(
+            self,
+            self.debt,
+            self.kv.cached_len,
+            tree,
+            most_nodes,
+            self.params.sampling.chain_only,
+            chances.__getitem__,
+            self._trust[next(iter(self._trust))].chance(TYPICAL, 1) if self._trust else TYPICAL,
+        )
 
     def _look_up(self, limit: int) -> None:
         assert self._ngram is not None
@@ -93,53 +151,132 @@ class TargetSequence:
             node = chain.add(node, token, score, Source.NGRAM)
         self.text.tree.graft(chain, bounds=self.text.bounds)
 
-    def run(self, share: Share[TargetSequence]) -> Run:
-        """Its rows of the pass: the debt, then the chain of nodes below the root."""
+    def lay(self, share: Share[TargetSequence]) -> list[Run]:
+        """Its runs of the pass: the debt with the likeliest nodes behind it, then a run for each branch.
+
+        Raises OutOfPages if not even the debt finds pages; guesses that find none are left out.
+        """
         start = self.kv.cached_len
-        tokens = self.text.tokens[start : start + share.debt_rows]
-        tokens += [self.text.tree.tokens[node] for node in share.nodes]
-        return Run(self.kv, tuple(tokens), start, logit_rows=1 + len(share.nodes) if share.pays else 0)
+        debt = tuple(self.text.tokens[start : start + share.debt_rows])
+        lines = self.text.tree.strands(share.nodes)
+        try:
+            path = self.kv.extend(len(debt) + len(lines[0][1]))
+        except OutOfPages:
+            lines = [(-1, ())]
+            path = self.kv.extend(len(debt))
+        tokens = self.text.tree.tokens
+        trunk = Run(path, debt + tuple(tokens[node] for node in lines[0][1]), start, 0)
+        if share.pays:
+            trunk = Run(path, trunk.tokens, start, 1 + len(lines[0][1]))
+        runs: list[Run | None] = [trunk]
+        self._laid = [(trunk, lines[0][1])]
+        for leaves, nodes in lines[1:]:
+            runs.append(self._lay_branch(runs[leaves], nodes))
+        return [run for run, _ in self._laid]
 
-    def prefilled(self, rows: int) -> None:
+    def _lay_branch(self, parent: Run | None, nodes: tuple[int, ...]) -> Run | None:
+        """None: there are no pages for it, or for what it leaves."""
+        if parent is None:
+            return None
+        tree = self.text.tree
+        start = self.text.committed_len + tree.depth(nodes[0]) - 1
+        try:
+            path = self.kv.branch(parent.path, start, len(nodes))
+        except OutOfPages:
+            return None
+        run = Run(path, tuple(tree.tokens[node] for node in nodes), start, len(nodes), parent)
+        self._laid.append((run, nodes))
+        return run
+
+    def unlay(self) -> None:
+        """The pass will not happen for it."""
+        for run, _ in self._laid[1:]:
+            self.kv.drop(run.path)
+        self._laid.clear()
+
+    def prefilled(self) -> None:
         """Rows of its prompt were computed and nothing was to be decided."""
-        self.kv.extend(self.kv.cached_len + rows)
+        ((run, _),) = self._laid
+        self._laid.clear()
+        self.kv.commit(self.text.tokens, run.start + len(run.tokens))
 
-    def judge(self, nodes: Sequence[int], logits: NDArray[np.float32]) -> Walk:
-        """Walk the tree by the pass's logits, [1 + len(nodes), vocab], root first."""
-        row_of = {ROOT: 0} | {node: row for row, node in enumerate(nodes, start=1)}
+    def rows_by_node(self, logits: Sequence[NDArray[np.float32]]) -> dict[int, Row]:
+        """Of the root and every node that was computed, from the logits of its runs."""
+        ((_, first), *branches) = self._laid
+        rows = dict(zip((ROOT, *first), logits[0], strict=True))
+        for (_, nodes), computed in zip(branches, logits[1:], strict=True):
+            rows.update(zip(nodes, computed, strict=True))
+        return rows
+
+    def judge(self, rows: Mapping[int, Row]) -> Walk:
+        """Walk the tree by the pass's logits. rows: [vocab] of the root and of every checked node."""
         tree, base_len = self.text.tree, self.text.committed_len
 
         def pick(node: int, depth: int, child: int | None) -> int:
             proposal = None if child is None else Proposal(tree.tokens[child], tree.laws[child])
-            return self._picker.pick(logits[row_of[node]], base_len + depth, proposal)
+            return self._picker.pick(rows[node], base_len + depth, proposal)
 
-        return walk(tree, frozenset(nodes), pick, self.params.ends, self.room)
+        return walk(tree, rows.keys(), pick, self.params.ends, self.room)
 
-    @property
-    def wants_hints(self) -> bool:
-        """Whether a draft should work for it now."""
-        return self.drafted_for and self.worth.pays
+    def digests(self, decided: Walk, rows: Mapping[int, Row]) -> tuple[int, ...]:
+        """64 bits of the logits that picked each of its tokens; none unless asked for."""
+        if not self.params.logits_digest:
+            return ()
+        judged_by = (ROOT, *decided.path)[: len(decided.tokens)]
+        return tuple(int.from_bytes(hashlib.blake2b(rows[node].data, digest_size=8).digest()) for node in judged_by)
+
+    def want(self, lead: int) -> int:
+        """Nodes that a draft should hold ready below the last committed token; lead: per node that may be checked."""
+        return self.worth.want(self.most_nodes * lead) if self.drafted_for else 0
 
     def drafted(self, path: Sequence[int]) -> list[int]:
         """Of these nodes, those that a draft sent."""
         sources = self.text.tree.sources
         return [node for node in path if sources[node] is not Source.NGRAM]
 
+    def deepest(self, nodes: Sequence[int]) -> int:
+        """Depth of the deepest of them; 0 if there are none."""
+        return max(map(self.text.tree.depth, nodes), default=0)
+
     def fresh(self, path: Sequence[int]) -> int:
         """Of these nodes, those that a draft sent while the pass before this one ran."""
         return sum(node >= self.settled_rows for node in self.drafted(path))
 
-    def commit(self, decided: Walk) -> Finish | None:
-        """KV is cut to the accepted path, the tree re-rooted below the last token."""
-        # A pass says something about a draft only if one was heard: before it attaches, nothing is its fault.
-        if self.hinted or not self.worth.pays:
-            self.worth.passed(len(self.drafted(decided.path)), len(decided.tokens))
-            self.hinted = False
-        self.kv.extend(self.text.committed_len + decided.accepted)
+    def commit(self, decided: Walk, checked: Sequence[int]) -> Finish | None:
+        """KV is cut to the accepted path, the tree re-rooted below the last token. checked: nodes."""
+        self._learn(decided, checked)
+        cached_len = self.text.committed_len + decided.accepted
         self.text.advance(decided.tokens)
+        last = decided.path[-1] if decided.path else ROOT
+        for run, nodes in self._laid[1:]:
+            if last in nodes:
+                self.kv.commit(self.text.tokens, cached_len, run.path)
+            else:
+                self.kv.drop(run.path)
+        if self.kv.cached_len != cached_len:
+            self.kv.commit(self.text.tokens, cached_len)
+        self._laid.clear()
         self.settled_rows = len(self.text.tree)
         if self._ngram is not None:
             self._ngram.extend(decided.tokens)
         if decided.ended:
             return Finish.END_TOKEN
         return Finish.LENGTH if self.room == 0 else None
+
+    def _learn(self, decided: Walk, checked: Sequence[int]) -> None:
+        """What the pass says of its sources: nodes whose parent was reached were judged."""
+        # A pass says something about a draft only if one was heard: before it attaches, nothing is its fault.
+        if self.hinted or not self.worth.pays:
+            self.worth.passed(len(self.drafted(decided.path)), len(decided.tokens), len(self.drafted(checked)))
+            self.hinted = False
+        tree, reached = self.text.tree, {ROOT, *decided.path}
+        judged: dict[Source, list[tuple[float, int, bool]]] = {source: [] for source in self._trust}
+        for node in checked:
+            source = tree.sources[node]
+            if tree.parents[node] in reached and source in judged:
+                judged[source].append((tree.scores[node], tree.depth(node), node in reached))
+        for source, nodes in judged.items():
+            if nodes:
+                self._trust[source].judged(nodes)
+            else:
+                self._trust[source].unseen()

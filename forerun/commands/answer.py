@@ -23,6 +23,8 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     timeline: Timeline
+    digests: tuple[int, ...] = ()  # of the logits behind each token, if asked for
+    windows: tuple[int, ...] = ()  # nodes checked in each pass, if digests were asked for
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -45,7 +47,22 @@ class Answer:
 
     def as_sample(self, prompt: Prompt) -> Sample:
         usage = self.finished.usage
-        return Sample(prompt, self.token_ids, self.timeline, usage.passes, usage.drafted, usage.accepted)
+        return Sample(
+            prompt,
+            self.token_ids,
+            self.timeline,
+            usage.passes,
+            usage.drafted,
+            usage.accepted,
+            prompt_tokens=usage.prompt,
+            cached=usage.cached,
+            digests=self.digests,
+            windows=self.windows,
+            branched=usage.branched,
+            preempted=usage.preempted,
+            targets=usage.targets,
+            not_exact=self.finished.not_exact,
+        )
 
     def as_json(self) -> dict[str, Any]:
         usage, started, timeline = self.finished.usage, self.started, self.timeline
@@ -73,18 +90,22 @@ async def receive(
     request: generation_pb2.GenerateRequest,
     *,
     on_text: Callable[[str], None] = lambda text: None,
+    on_tokens: Callable[[int], None] = lambda tokens: None,
     traceparent: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Answer:
-    """Stream one answer; `on_text` is called with each piece as it arrives.
+    """Stream one answer; `on_text` is called with each piece as it arrives, `on_tokens` with their number.
 
     Raises:
-        MalformedMessage: the events are not Started, chunks without a gap, Finished.
+        MalformedMessage: the events are not Started, chunks without a gap, Finished; or digests that were asked for
+            do not come one per token.
     """
     started: generation_pb2.Started | None = None
     finished: generation_pb2.Finished | None = None
     texts: list[str] = []
     token_ids: list[int] = []
+    digests: list[int] = []
+    windows: list[int] = []
     arrivals: list[tuple[float, int]] = []
     sent = clock()
     async with aclosing(client.stream(request, traceparent=traceparent)) as events:
@@ -98,11 +119,18 @@ async def receive(
                 chunk = event.chunk
                 if chunk.position != len(token_ids):
                     raise MalformedMessage(f"chunk at position {chunk.position} after {len(token_ids)} tokens")
-                if chunk.token_ids:
-                    arrivals.append((clock(), len(chunk.token_ids)))
+                count = len(chunk.token_ids)
+                if len(chunk.logits_digests) != (count if request.output.logits_digest else 0):
+                    raise MalformedMessage(f"a chunk of {count} tokens has {len(chunk.logits_digests)} digests")
+                if count:
+                    arrivals.append((clock(), count))
+                    on_tokens(count)
                 token_ids.extend(chunk.token_ids)
+                digests.extend(chunk.logits_digests)
+                windows.extend(chunk.windows)
                 texts.append(chunk.text)
                 on_text(chunk.text)
     if started is None or finished is None:
         raise MalformedMessage(f"the stream ended without {'Finished' if started else 'Started'}")
-    return Answer(started, finished, "".join(texts), tuple(token_ids), Timeline(sent, tuple(arrivals), clock()))
+    timeline = Timeline(sent, tuple(arrivals), clock())
+    return Answer(started, finished, "".join(texts), tuple(token_ids), timeline, tuple(digests), tuple(windows))

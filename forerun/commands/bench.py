@@ -1,30 +1,54 @@
-"""`forerun bench`: the same prompts with and without speculation, side by side."""
+"""`forerun bench`: measure speed, exactness, shared prefixes and interference. Here options become a plan."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from forerun.client import Client
-from forerun.commands import failure, measure, report
-from forerun.commands.reference import LOOKUP_TOKENS, Reference, ReferenceRun
-from forerun.commands.runs import Decoding, Run, ServiceRun, interleave, warm_up
+from forerun.commands import bench_interfere, bench_prefix, failure, measure, throughput
+from forerun.commands.bench_interfere import InterferePlan
+from forerun.commands.bench_prefix import PrefixPlan
+from forerun.commands.exact import SCENARIOS
+from forerun.commands.options import (
+    DraftCores,
+    KvMemory,
+    Layers,
+    Lookahead,
+    MaxSequences,
+    TargetCores,
+    Tp,
+    parse_cores,
+    parse_size,
+)
+from forerun.commands.own import Services
+from forerun.commands.report import Measured
+from forerun.commands.runs import Asked, Decoding
+from forerun.commands.scenarios import BATCH, ScenarioPlan, run_scenarios
 from forerun.core.errors import InvalidRequest
-from forerun.v1 import generation_pb2
+from forerun.up import UpOptions, source_names
 
-PLAIN_WIDTH = 150
-"""Columns of the table where there is no terminal to ask."""
+OF_OWN_SERVICES = {"target", "draft", "layers", "lookahead", "max_sequences", "kv_memory", "tp"}
+OF_OWN_SERVICES |= {"target_cores", "draft_cores"}
+"""Options that say how services of our own are started."""
+
+
+_OF_PROMPTS = {"prompts", "skip", "limit", "max_tokens", "temperature", "sources", "ignore_eos", "check_exact"}
+_OF_SPEED = {"single", "compare", "model"}
+_OF_SCENARIOS = {"preempt_kv", "fail_every", "fail_rounds"}
+_OF_LENGTHS = {"prompt_tokens", "rounds"}
+UNUSED = {
+    "speed": _OF_SCENARIOS | _OF_LENGTHS,
+    "scenarios": _OF_SPEED | _OF_LENGTHS,
+    "prefix": _OF_PROMPTS | _OF_SPEED | _OF_SCENARIOS | {"streams"},
+    "interfere": _OF_PROMPTS | _OF_SPEED | _OF_SCENARIOS,
+}
+"""Options that say nothing to a mode, and are refused there."""
 
 
 class Compare(StrEnum):
@@ -41,70 +65,81 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One benchmark, its options parsed."""
-
-    prompts: Sequence[measure.Prompt]
-    sources: dict[str, list[str]]  # by run
-    streams: int
-    decoding: Decoding
-    check_exact: bool
-    compare: bool
-    model: str | None  # for the comparison; None: what the service serves
-    dtype: str
-    threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the services said of themselves, and what each run did."""
-
-    info: generation_pb2.GetModelInfoResponse
-    records: dict[str, measure.Record]
-    plan: Plan
-
-    def summaries(self) -> list[dict[str, Any]]:
-        return [measure.summarise(record, self.records[measure.PLAIN]) for record in self.records.values()]
-
-    def exactness(self) -> measure.Exactness:
-        return measure.exactness(self.records[measure.PLAIN], [self.records[name] for name in self.plan.sources])
-
-
 def bench(
+    context: typer.Context,
     prompts: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             help="JSON lines: `turns` (the first is the user's message, through the chat template) or `prompt` (raw"
-            " text); `question_id` and `category` if known.",
+            " text); `question_id` and `category` if known. Needed unless --prefix or --interfere is given.",
             show_default=False,
         ),
-    ],
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts.")] = None,
+    ] = None,
+    skip: Annotated[int, typer.Option(min=0, help="Leave out the first prompts; the others keep their seeds.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of every request.")] = 0,
-    streams: Annotated[int, typer.Option(min=1, help="Requests in flight, closed loop.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first prompt of the file; each has the next one.")] = 0,
+    streams: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Requests in flight, closed loop. Default 1; scenarios {BATCH}, --interfere 4."),
+    ] = None,
     sources: Annotated[
         list[str] | None,
         typer.Option(help="Hint sources as a,b. Repeated, or separated by ;, they are a run each. Default: all."),
     ] = None,
+    single: Annotated[bool, typer.Option("--single", help="Also plain with one stream: what a batch gains.")] = False,
     compare: Annotated[
-        Compare | None, typer.Option(help="Also the usual library in this process, plain and with prompt lookup.")
+        Compare | None,
+        typer.Option(help="Also the usual library in this process: plain and with prompt lookup, or in batches."),
     ] = None,
     check_exact: Annotated[
-        bool, typer.Option("--check-exact", help="Exit status 1 if an answer differs from plain's.")
+        bool, typer.Option("--check-exact", help="Exit status 1 if ids or logits of an answer differ from plain's.")
     ] = False,
+    scenarios: Annotated[
+        str | None,
+        typer.Option(help=f"Check exactness instead of speed in these: {','.join(SCENARIOS)}.", show_default=False),
+    ] = None,
+    preempt_kv: Annotated[
+        str | None, typer.Option(help="KV memory of the preempt scenario. Default: 2.5 times the longest sequence.")
+    ] = None,
+    fail_every: Annotated[
+        int, typer.Option(min=1, help="Failover scenario: kill a target in every so many blocks of answers.")
+    ] = 1,
+    fail_rounds: Annotated[
+        int, typer.Option(min=1, help="Failover scenario: ask again what no second worker had to continue, so often.")
+    ] = 3,
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Measure instead the time to first token with a shared prefix.")
+    ] = False,
+    interfere: Annotated[
+        bool, typer.Option("--interfere", help="Measure instead what streams feel of a long prompt that arrives.")
+    ] = False,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Shared ones of --prefix (default 700), all of --interfere (4000)."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Of --prefix (default 10) or --interfere (3).")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
     addr: Annotated[str | None, typer.Option(help="A running coordinator. Default: start services of our own.")] = None,
     target: Annotated[str, typer.Option(help="The model of our own services.")] = "demo",
     draft: Annotated[str, typer.Option(help="The hint sources of our own services.")] = "early_exit,ngram",
+    layers: Layers = 8,
+    lookahead: Lookahead = 8,
+    max_sequences: MaxSequences = 16,
+    kv_memory: KvMemory = "auto",
+    tp: Tp = 1,
+    target_cores: TargetCores = "",
+    draft_cores: DraftCores = "",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Every answer has --max-tokens tokens.")] = False,
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id for --compare. Default: the one that is served.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="For --compare.")] = Dtype.BFLOAT16,
-    threads: Annotated[int | None, typer.Option(min=1, help="For --compare. Default: all cores.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of our own services, and for --compare.")] = Dtype.BFLOAT16,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of our own target and for --compare. Default: what the draft leaves; all cores."),
+    ] = None,
 ) -> None:
     """Answer the prompts plainly, speculatively and as compared, by turns, and print a table.
 
@@ -112,128 +147,90 @@ def bench(
     first rotates, so that noise hits all alike; the run whose turn it is has the machine to itself. TTFT and ITL are
     the client's: TTFT from sending to the first token; a chunk of m tokens that came dt after the one before
     counts m tokens at dt/m each. tokens/s is all tokens over the time of a run's turns, prefill included.
-    transformers answers one prompt at a time, whatever --streams. A short answer of each run warms it up.
+    transformers answers one prompt at a time, or with several streams as many in a batch. A short answer of each
+    run warms it up.
     """
 
     async def main() -> bool:
-        plan = Plan(
-            prompts=_read(prompts)[:limit],
-            sources=measure.parse_sources(sources or []),
-            streams=streams,
-            decoding=Decoding(max_tokens, temperature, seed, ignore_eos),
-            check_exact=check_exact,
-            compare=compare is not None,
-            model=model,
-            dtype=dtype.value,
-            threads=threads or len(os.sched_getaffinity(0)),
-        )
+        modes = {"scenarios": scenarios is not None, "prefix": prefix, "interfere": interfere}
+        chosen = [mode for mode, on in modes.items() if on] or ["speed"]
+        if len(chosen) > 1:
+            raise InvalidRequest(f"--{' and --'.join(chosen)} do not go together; give one")
+        why = f"not used with --{chosen[0]}" if any(modes.values()) else f"needs one of --{', --'.join(modes)}"
+        _refuse_stray(context, UNUSED[chosen[0]], why)
+        if addr is not None:
+            _refuse_stray(context, OF_OWN_SERVICES, "of services of our own, but --addr names running ones")
         if json_out is not None and not json_out.absolute().parent.is_dir():
             raise InvalidRequest(f"--json {json_out}: there is no folder {json_out.absolute().parent}")
-        async with _services(addr, target, draft) as address, Client(address) as client:
-            outcome = await execute(client, plan)
-        width = None if sys.stdout.isatty() else PLAIN_WIDTH
-        Console(width=width).print(report.table(outcome.summaries()))
+        if addr is None and dtype is Dtype.FLOAT16:
+            raise InvalidRequest("--dtype float16 is for --compare with --addr; our services take bfloat16 and float32")
+        options = UpOptions(
+            target,
+            source_names(draft),
+            port=0,
+            dtype=dtype.value,
+            lookahead=lookahead,
+            early_exit_layers=layers,
+            threads=threads or 0,
+            max_sequences=max_sequences,
+            kv_memory=parse_size(kv_memory),
+            tp=tp,
+            target_cores=parse_cores(target_cores),
+            draft_cores=parse_cores(draft_cores),
+        )
+        services = Services(options, addr)
+        measured = await measuring(services)
         if json_out is not None:
-            json_out.write_text(json.dumps(as_json(outcome, prompts, addr), indent=2) + "\n")
-        return not check_exact or _tell_exactness(outcome.exactness())
+            source = {"addr": addr} if addr else {"addr": None, "services": {**asdict(options), "port": None}}
+            measured.write(json_out, source)
+        return measured.passed
+
+    async def measuring(services: Services) -> Measured:
+        if prefix:
+            shared = PrefixPlan(prompt_tokens or 700, rounds=rounds or 10, seed=seed)
+            return await bench_prefix.run(services, shared)
+        if interfere:
+            arrivals = InterferePlan(streams or 4, prompt_tokens or 4000, rounds=rounds or 3, seed=seed)
+            return await bench_interfere.run(services, arrivals)
+        asked = Asked(str(prompts), skip, _read(prompts)[skip:][:limit], measure.parse_sources(sources or []))
+        decoding = Decoding(max_tokens, temperature, seed, ignore_eos)
+        if not asked.prompts:
+            raise InvalidRequest(f"--skip {skip} leaves none of the prompts in {prompts}")
+        if scenarios is not None:
+            company = streams or BATCH
+            scarce = None if preempt_kv is None else parse_size(preempt_kv)
+            names = _scenarios(scenarios)
+            losses = (fail_every, fail_rounds)
+            return await run_scenarios(services, ScenarioPlan(names, asked, decoding, company, scarce, *losses))
+        comparison = throughput.Comparison(model, dtype.value, threads or len(os.sched_getaffinity(0)))
+        plan = throughput.Plan(
+            asked, decoding, streams or 1, single, check_exact, None if compare is None else comparison
+        )
+        return await throughput.run(services, plan)
 
     if not failure.run(main()):
         raise typer.Exit(failure.FAILED)
 
 
-async def execute(client: Client, plan: Plan) -> Outcome:
-    """Answer all prompts in all runs, with a progress bar on stderr."""
-    with failure.explained(client):
-        info = await client.model_info()
-
-    def service(name: str, speculation: bool, sources: Sequence[str]) -> ServiceRun:
-        return ServiceRun(name, client, plan.decoding, info.chat_template, speculation, sources)
-
-    runs: list[Run] = [service(measure.PLAIN, False, ())]
-    runs += [service(name, True, sources) for name, sources in plan.sources.items()]
-    reference = Reference(plan.decoding)
-    try:
-        if plan.compare:
-            model = plan.model or info.model
-            await reference.load(model, plan.dtype, plan.threads, info.eos_token_ids)
-            runs.append(ReferenceRun("transformers", reference, lookup=False))
-            runs.append(ReferenceRun("transformers-prompt-lookup", reference, lookup=True))
-        with _progress() as progress:
-            task = progress.add_task("warm-up", total=len(runs) * len(plan.prompts))
-            await warm_up(runs, plan.decoding.max_tokens)
-            records = await interleave(
-                runs,
-                plan.prompts,
-                plan.streams,
-                plan.decoding.max_tokens,
-                lambda name: progress.update(task, advance=1, description=name),
-            )
-    finally:
-        reference.close()
-    return Outcome(info, records, plan)
+def _refuse_stray(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Options of the command line that would be ignored."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+    if given:
+        raise InvalidRequest(f"{', '.join('--' + name.replace('_', '-') for name in given)}: {why}")
 
 
-def as_json(outcome: Outcome, prompts: Path, addr: str | None) -> dict[str, Any]:
-    """{machine, settings, runs, exact}; `exact` only if it was checked."""
-    plan, info = outcome.plan, outcome.info
-    settings = {
-        "prompts": str(prompts),
-        "prompt_count": len(plan.prompts),
-        **asdict(plan.decoding),
-        "streams": plan.streams,
-        "sources": plan.sources,
-        "addr": addr,
-        "model": info.model,
-        "model_revision": info.model_revision,
-        "numerics_id": info.numerics_id,
-        "lookahead": info.lookahead,
-        "served_sources": list(info.sources),
-        "compare": None,
-    }
-    if plan.compare:
-        settings["compare"] = {
-            "model": plan.model or info.model,
-            "dtype": plan.dtype,
-            "threads": plan.threads,
-            "prompt_lookup_num_tokens": LOOKUP_TOKENS,
-        }
-    result = {"machine": report.machine(), "settings": settings, "runs": outcome.summaries()}
-    if plan.check_exact:
-        result["exact"] = outcome.exactness().as_json()
-    return result
-
-
-def _read(path: Path) -> list[measure.Prompt]:
+def _read(path: Path | None) -> list[measure.Prompt]:
+    if path is None:
+        raise InvalidRequest("--prompts is missing: a file of prompts, a line each")
     try:
         return measure.parse_prompts(path.read_text(encoding="utf-8").split("\n"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"--prompts {path}: {error}") from error
 
 
-def _tell_exactness(exact: measure.Exactness) -> bool:
-    print(f"exact: {exact.identical} of {exact.checked} answers are identical to plain's")
-    for name, questions in exact.differing.items():
-        print(f"forerun: run {name} differs from plain in question {', '.join(map(str, questions))}", file=sys.stderr)
-    return not exact.differing
-
-
-@asynccontextmanager
-async def _services(addr: str | None, target: str, draft: str) -> AsyncIterator[str]:
-    if addr is not None:
-        yield addr
-        return
-    from forerun.up import running
-
-    async with running(target=target, draft=draft) as started:
-        yield started
-
-
-def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True))
+def _scenarios(text: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    if not set(names) <= set(SCENARIOS):
+        raise InvalidRequest(f"--scenarios takes some of {','.join(SCENARIOS)}, not {text!r}")
+    return names

@@ -31,6 +31,7 @@ class Prompt:
     category: str
     text: str
     chat: bool
+    index: int = 0  # in its file
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,14 @@ class Sample:
     passes: int  # that gave tokens
     drafted: int = 0
     accepted: int = 0
+    prompt_tokens: int = 0
+    cached: int = 0  # of prompt_tokens: found in KV
+    digests: tuple[int, ...] = ()  # of the logits behind each token, if asked for
+    windows: tuple[int, ...] = ()  # nodes checked in each pass, if digests were asked for
+    branched: int = 0  # passes that checked more than one chain
+    preempted: int = 0
+    targets: int = 1  # workers that gave tokens
+    not_exact: bool = False
 
 
 @dataclass(slots=True)
@@ -86,26 +95,14 @@ class Record:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Exactness:
-    """Answers compared with plain's, token by token."""
-
-    checked: int
-    identical: int
-    differing: dict[str, list[int | str]]  # question ids by run
-
-    def as_json(self) -> dict[str, Any]:
-        ids = dict.fromkeys(question for questions in self.differing.values() for question in questions)
-        return {"checked": self.checked, "identical": self.identical, "differing": list(ids)}
-
-
 def parse_prompts(lines: Iterable[str], name: str) -> list[Prompt]:
     """Prompts of a JSON-lines file called `name`. Blank lines are skipped, other keys are left alone.
 
     Raises:
         InvalidRequest: naming file and line of the first bad one, or a file without prompts.
     """
-    prompts = [_prompt(line, f"{name}:{number}", number) for number, line in enumerate(lines, 1) if line.strip()]
+    given = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_prompt(line, f"{name}:{number}", number, index) for index, (number, line) in enumerate(given)]
     if not prompts:
         raise InvalidRequest(f"{name}: no prompts; a line is an object with `turns` or `prompt`")
     return prompts
@@ -180,17 +177,6 @@ def summarise(record: Record, plain: Record | None) -> dict[str, Any]:
     }
 
 
-def exactness(plain: Record, others: Sequence[Record]) -> Exactness:
-    """Compare the runs of the same prompts in the same order."""
-    differing: dict[str, list[int | str]] = {}
-    for other in others:
-        for mine, theirs in zip(plain.samples, other.samples, strict=True):
-            if mine.token_ids != theirs.token_ids:
-                differing.setdefault(other.name, []).append(mine.prompt.question_id)
-    checked = len(plain.samples) * len(others)
-    return Exactness(checked, checked - sum(map(len, differing.values())), differing)
-
-
 def _speculation(samples: Sequence[Sample]) -> dict[str, Any]:
     tokens = sum(sample.timeline.tokens for sample in samples)
     passes = sum(sample.passes for sample in samples)
@@ -234,7 +220,7 @@ def _percentile(ordered: Sequence[float], fraction: float, scale: float) -> floa
     return scale * (ordered[below] + (ordered[above] - ordered[below]) * (rank - below))
 
 
-def _prompt(line: str, where: str, number: int) -> Prompt:
+def _prompt(line: str, where: str, number: int, index: int) -> Prompt:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
@@ -253,4 +239,4 @@ def _prompt(line: str, where: str, number: int) -> Prompt:
         raise InvalidRequest(f"{where}: `question_id` is a number or a text, not {question_id!r}")
     if not isinstance(category, str):
         raise InvalidRequest(f"{where}: `category` is a text, not {category!r}")
-    return Prompt(question_id, category, turns[0], chat)
+    return Prompt(question_id, category, turns[0], chat, index)

@@ -1,6 +1,6 @@
 """The usual library in this process, as a run to compare with. The only place here that needs torch.
 
-It answers one prompt at a time, in a thread of its own, so that the event loop goes on.
+It answers one prompt at a time, or a whole batch, in a thread of its own, so that the event loop goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from forerun.commands.measure import Prompt, Sample, Timeline
-from forerun.commands.runs import Decoding
+from forerun.commands.runs import Decoding, Told, closed_loop, named
 from forerun.core.errors import ModelRefused
 from forerun.runtime.models import resolve
 from forerun.text.model import TextModel
@@ -23,13 +23,16 @@ T = TypeVar("T")
 LOOKUP_TOKENS = 8
 """prompt_lookup_num_tokens of transformers-prompt-lookup."""
 
+PAD = 0
+"""What fills the rows of a batch; masked before the prompt, cut off after the end."""
+
 
 class _Countable(Protocol):
     def numel(self) -> int: ...
 
 
 class _Arrivals:
-    """A streamer for transformers: the prompt is put first, then the tokens of each pass."""
+    """A streamer for transformers: the prompts are put first, then the tokens of each pass."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -51,6 +54,7 @@ class Reference:
         self._thread = ThreadPoolExecutor(1, "reference")
         self._model: Any
         self._text: TextModel
+        self._ends: list[int] = []
 
     async def load(self, model: str, dtype: str, threads: int, eos_token_ids: Sequence[int]) -> None:
         """`model` is a folder or hub id. `eos_token_ids` are the service's, so that both end alike.
@@ -62,6 +66,10 @@ class Reference:
 
     async def answer(self, prompt: Prompt, max_tokens: int, *, lookup: bool) -> Sample:
         return await self._in_thread(lambda: self._answer(prompt, max_tokens, lookup))
+
+    async def answer_batch(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Sample]:
+        """All in one `generate`: padded on the left, the padding masked."""
+        return await self._in_thread(lambda: self._answer_batch(prompts, max_tokens))
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -90,19 +98,17 @@ class Reference:
             ) from error
         self._model.eval()
         # The model's own sampling defaults (top_k 50 and the like) are not the service's.
-        end = list(eos_token_ids) if eos_token_ids and not self._decoding.ignore_eos else None
-        self._model.generation_config = library.GenerationConfig(eos_token_id=end, pad_token_id=0)
+        self._ends = [] if self._decoding.ignore_eos else list(eos_token_ids)
+        self._model.generation_config = library.GenerationConfig(eos_token_id=self._ends or None, pad_token_id=PAD)
 
     def _answer(self, prompt: Prompt, max_tokens: int, lookup: bool) -> Sample:
         import torch
 
         ids = self._prompt_ids(prompt)
-        options: dict[str, Any] = {"max_new_tokens": max_tokens, "do_sample": False}
-        if self._decoding.temperature > 0:
-            options |= {"do_sample": True, "temperature": self._decoding.temperature, "top_k": 0, "top_p": 1.0}
+        options = self._options(max_tokens)
         if lookup:
             options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-        torch.manual_seed(self._decoding.seed)
+        torch.manual_seed(self._decoding.seed_of(prompt))
         arrivals = _Arrivals(self._clock)
         sent = self._clock()
         with torch.inference_mode():
@@ -113,6 +119,33 @@ class Reference:
         token_ids = tuple(out[0, len(ids) :].tolist())
         return Sample(prompt, token_ids, Timeline(sent, tuple(answered), ended), passes=len(answered))
 
+    def _answer_batch(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Sample]:
+        import torch
+
+        rows = [self._prompt_ids(prompt) for prompt in prompts]
+        longest = max(map(len, rows))
+        torch.manual_seed(self._decoding.seed_of(prompts[0]))
+        arrivals = _Arrivals(self._clock)
+        sent = self._clock()
+        with torch.inference_mode():
+            inputs = torch.tensor([[PAD] * (longest - len(row)) + row for row in rows])  # [prompts, longest]
+            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+            out = self._model.generate(inputs, attention_mask=mask, streamer=arrivals, **self._options(max_tokens))
+        ended = self._clock()
+        times = [at for at, _ in arrivals.puts[1:]]  # the first are the prompts
+        samples = []
+        for prompt, answer in zip(prompts, out[:, longest:].tolist(), strict=True):
+            token_ids = tuple(answer[: _length(answer, self._ends)])
+            timeline = Timeline(sent, tuple((at, 1) for at in times[: len(token_ids)]), ended)
+            samples.append(Sample(prompt, token_ids, timeline, passes=len(token_ids)))
+        return samples
+
+    def _options(self, max_tokens: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"max_new_tokens": max_tokens, "do_sample": False}
+        if self._decoding.temperature > 0:
+            options |= {"do_sample": True, "temperature": self._decoding.temperature, "top_k": 0, "top_p": 1.0}
+        return options
+
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         """As the service makes them, from the same files."""
         if prompt.chat and self._text.has_chat_template:
@@ -122,12 +155,38 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRun:
-    """Plain `generate`, or with prompt-lookup decoding."""
+    """Plain `generate`, or with prompt-lookup decoding; one prompt at a time."""
 
     name: str
     reference: Reference
     lookup: bool
-    streams_most: int = 1
 
-    async def answer(self, prompt: Prompt, max_tokens: int) -> Sample:
-        return await self.reference.answer(prompt, max_tokens, lookup=self.lookup)
+    async def answers(self, prompts: Sequence[Prompt], streams: int, max_tokens: int, told: Told) -> list[Sample]:
+        async def one(prompt: Prompt) -> Sample:
+            sample = await named(self.name, prompt, self.reference.answer(prompt, max_tokens, lookup=self.lookup))
+            told(self.name)
+            return sample
+
+        return await closed_loop(one, prompts, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedReferenceRun:
+    """Plain `generate` of `streams` prompts at once; the next batch begins when the longest answer is done."""
+
+    name: str
+    reference: Reference
+
+    async def answers(self, prompts: Sequence[Prompt], streams: int, max_tokens: int, told: Told) -> list[Sample]:
+        samples: list[Sample] = []
+        for start in range(0, len(prompts), streams):
+            batch = await self.reference.answer_batch(prompts[start : start + streams], max_tokens)
+            for _ in batch:
+                told(self.name)
+            samples += batch
+        return samples
+
+
+def _length(answer: Sequence[int], ends: Sequence[int]) -> int:
+    """Tokens up to the first end token, it included; what follows it is padding."""
+    return next((index + 1 for index, token in enumerate(answer) if token in ends), len(answer))

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from enum import StrEnum
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 import typer
@@ -20,23 +20,26 @@ from rich.console import Console
 from forerun.client import Client
 from forerun.commands import failure
 from forerun.commands.generate import has_chat_template, prompt_request, run_prompt
+from forerun.commands.options import (
+    Cores,
+    DraftCores,
+    Dtype,
+    KvMemory,
+    Layers,
+    Lookahead,
+    MaxSequences,
+    Model,
+    Precision,
+    TargetCores,
+    Tp,
+    parse_cores,
+    parse_size,
+)
 
-
-class Precision(StrEnum):
-    """What --dtype takes."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-Model = Annotated[str, typer.Option(help="Folder in transformers' form, hub id, demo, or sim:pass=20ms,accept=0.8,...")]
 Attach = Annotated[
     list[str], typer.Option("--attach", help="A coordinator's internal host:port, or dns:host:port; repeatable.")
 ]
-Dtype = Annotated[Precision, typer.Option(help="Of weights and products; attention is float32.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
-
-
 Port = Annotated[int, typer.Option(min=0, max=65534, help="Public port; workers use the next one. 0: any free.")]
 DEMO_PROMPT = "Why is the sky blue? Answer in three sentences."
 
@@ -59,7 +62,7 @@ def coordinator(
     options = CoordinatorOptions(
         model, name, host, port, attach_port, grace, max_requests, target_wait, metrics_port, stall
     )
-    _run(serve(options))
+    _run(lambda: serve(options))
 
 
 def target_worker(
@@ -67,15 +70,22 @@ def target_worker(
     model: Model = "demo",
     dtype: Dtype = Precision.BFLOAT16,
     threads: Threads = 1,
-    lookahead: Annotated[int, typer.Option(min=0, max=64, help="Nodes checked in a pass, unless a request says.")] = 8,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Sequences in a pass; more wait.")] = 16,
+    lookahead: Lookahead = 8,
+    max_sequences: MaxSequences = 16,
     ngram: Annotated[bool, typer.Option("--ngram/--no-ngram", help="Offer prompt and output lookup.")] = True,
+    kv_memory: KvMemory = "auto",
+    tp: Tp = 1,
+    cores: Cores = "",
 ) -> None:
     """Run a target worker: the model whose words count."""
     from forerun.runtime.serving import LoadOptions
     from target_worker.main import TargetOptions, serve
 
-    _run(serve(TargetOptions(LoadOptions(model, dtype, threads), attach, lookahead, max_sequences, ngram)))
+    def options() -> TargetOptions:
+        load = LoadOptions(model, dtype, threads, kv_memory=parse_size(kv_memory), tp=tp)
+        return TargetOptions(load, attach, lookahead, max_sequences, ngram)
+
+    _run(lambda: serve(options()), cores)
 
 
 def draft_worker(
@@ -86,12 +96,14 @@ def draft_worker(
     layers: Annotated[int | None, typer.Option(min=1, help="Early exit: only the first layers of the model.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences drafted for at once.")] = 64,
     width: Annotated[int, typer.Option(min=1, help="Tree nodes grown in one step.")] = 3,
+    cores: Cores = "",
 ) -> None:
     """Run a draft worker: guesses ahead of the target."""
     from draft_worker.main import DraftOptions, serve
     from forerun.runtime.serving import LoadOptions
 
-    _run(serve(DraftOptions(LoadOptions(model, dtype, threads, layers), attach, max_sequences, width)))
+    options = DraftOptions(LoadOptions(model, dtype, threads, layers), attach, max_sequences, width)
+    _run(lambda: serve(options), cores)
 
 
 def up(
@@ -101,16 +113,36 @@ def up(
     ] = "early_exit,ngram",
     port: Port = 50051,
     dtype: Dtype = Precision.BFLOAT16,
-    lookahead: Annotated[int, typer.Option(min=0, max=64, help="Nodes checked in a pass.")] = 8,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the early_exit draft.")] = 8,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads of the target; 0: what the drafts leave.")] = 0,
+    lookahead: Lookahead = 8,
+    layers: Layers = 8,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of a target; 0: what the drafts leave.")] = 0,
+    targets: Annotated[int, typer.Option(min=1, help="Target workers, each with the whole model.")] = 1,
+    max_sequences: MaxSequences = 16,
+    kv_memory: KvMemory = "auto",
+    tp: Tp = 1,
+    target_cores: TargetCores = "",
+    draft_cores: DraftCores = "",
 ) -> None:
     """Start coordinator, target and draft on this machine, until Ctrl-C."""
     from forerun.up import UpOptions, source_names, started
 
     async def main() -> None:
         console = Console(stderr=True, soft_wrap=True)
-        options = UpOptions(target, source_names(draft), port, dtype, lookahead, layers, threads)
+        options = UpOptions(
+            target,
+            source_names(draft),
+            port,
+            dtype,
+            lookahead,
+            layers,
+            threads,
+            targets=targets,
+            max_sequences=max_sequences,
+            kv_memory=parse_size(kv_memory),
+            tp=tp,
+            target_cores=parse_cores(target_cores),
+            draft_cores=parse_cores(draft_cores),
+        )
         async with started(options) as running:
             stopped = asyncio.Event()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -133,7 +165,7 @@ def demo(
     prompt: Annotated[str, typer.Argument(help="What to answer.")] = DEMO_PROMPT,
     target: Annotated[str, typer.Option(help="Model, as for `forerun up`.")] = "demo",
     draft: Annotated[str, typer.Option(help="Hint sources, as for `forerun up`.")] = "early_exit,ngram",
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the early_exit draft.")] = 8,
+    layers: Layers = 8,
     max_tokens: Annotated[int, typer.Option(min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Only matters above temperature 0.")] = None,
@@ -154,8 +186,14 @@ def demo(
     failure.run(main())
 
 
-def _run(serve: Any) -> None:
-    """A role's process: plain logs on stderr; refusals are one line, faults are loud."""
+def _run(serve: Callable[[], Coroutine[Any, Any, None]], cores: str = "") -> None:
+    """A role's process, pinned first: plain logs on stderr; refusals are one line, faults are loud."""
+
+    async def pinned() -> None:
+        if numbers := parse_cores(cores):
+            os.sched_setaffinity(0, numbers)  # this thread; those that the role starts inherit it
+        await serve()
+
     _end_with_parent()
     logging.basicConfig(
         level=os.environ.get("FORERUN_LOG", "INFO").upper(),
@@ -163,7 +201,7 @@ def _run(serve: Any) -> None:
         stream=sys.stderr,
     )
     try:
-        failure.run(serve)
+        failure.run(pinned())
     except OSError as error:
         print(f"forerun: {error}", file=sys.stderr)
         raise typer.Exit(failure.FAILED) from error

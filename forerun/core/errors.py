@@ -49,3 +49,7 @@ class ModelRefused(ForerunError):
 
 class Aborted(ForerunError):
     """End this request: its owner said so."""
+
+
+class GroupLost(ForerunError):
+    """A rank of the tensor-parallel group died or hangs: bring the group back, all KV is gone."""

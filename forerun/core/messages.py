@@ -25,6 +25,7 @@ class TargetParams:
     sources: tuple[Source, ...] = ()  # hints it accepts, in order of preference
     max_draft_tokens: int = 0  # most nodes checked in a pass
     trace_detail: bool = False
+    logits_digest: bool = False  # Emits carry digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Emit:
     base_len: int
     tokens: tuple[int, ...]
     accepted: int  # of `drafted`
-    drafted: int  # nodes checked
+    drafted: int  # positions guessed: depth of what was checked
     passes: int
     want: int  # nodes that pay now
     started_ns: int = 0
@@ -67,8 +68,12 @@ class Emit:
     finish: Finish | None = None
     cached: int = 0  # prompt tokens found in KV
     traceparent: str = ""
-    hinted_checked: int = 0  # of `drafted`, the nodes a draft sent
-    hinted_accepted: int = 0
+    hinted_checked: int = 0  # of `drafted`, those a draft guessed
+    hinted_accepted: int = 0  # of `accepted`, those a draft gave
+    digests: tuple[int, ...] = ()  # 64 bits of the logits that picked each token; empty unless asked for
+    preempted: int = 0  # times the sequence lost its KV to others since the Emit before
+    windows: tuple[int, ...] = ()  # nodes checked, pass by pass, at least `drafted` in all; empty: not told
+    branched: int = 0  # passes whose checked nodes were more than one chain
 
     def then(self, later: Emit) -> Emit:
         """Both as one message; `later` must go on where this one ends."""
@@ -83,6 +88,10 @@ class Emit:
             cached=self.cached,
             hinted_checked=self.hinted_checked + later.hinted_checked,
             hinted_accepted=self.hinted_accepted + later.hinted_accepted,
+            digests=self.digests + later.digests,
+            preempted=self.preempted + later.preempted,
+            windows=self.windows + later.windows,
+            branched=self.branched + later.branched,
         )
 
 

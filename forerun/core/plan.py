@@ -1,24 +1,32 @@
-"""Which rows a pass computes: committed tokens that lack KV, then nodes by their chance to be reached.
+"""Which rows a pass computes: committed tokens that lack KV, then nodes of the trees while they pay.
 
 A decoding sequence owes one row, the last committed token; a new one owes its prompt, in chunks.
 Both are the same debt. Nodes are only checked for sequences whose debt is paid in this pass, because
-only then do logits exist to judge them.
+only then do logits exist to judge them. How many is decided by what a pass costs (core/cost.py): the
+plan commits the most tokens per second that it can expect, so a full machine checks none by itself.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
+
+from forerun.core.cost import TILE, Load, PassCost
 from forerun.core.tree import ROOT, TokenTree
 
 Key = TypeVar("Key", bound=Hashable)
 
 WORTH = 0.04
-"""A node less likely than this is left unchecked: a further row costs a pass about this fraction."""
+"""While no cost is known: a node less likely than this is left unchecked."""
+
+LEAST_PROMPT_ROWS = 16
+"""Prompts move on by so many rows a pass whatever that costs the others; a smaller chunk is not worth a run."""
+
+TYPICAL = 0.6
+"""Chance of a drawn node whose sequence has no history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +35,12 @@ class Waiting(Generic[Key]):
 
     key: Key
     debt: int  # committed tokens without KV, at least 1: the last one always is
+    cached_len: int  # committed tokens with KV
     tree: TokenTree
     most_nodes: int  # bound of this request on checked nodes
+    chain_only: bool = False  # rejection sampling: one child per node
+    chance: Callable[[int], float] | None = None  # row of tree -> chance given its parent; None: tree.scores
+    drawn_chance: float = TYPICAL  # the same for any node with a law, by what happened before it was drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,55 +49,184 @@ class Share(Generic[Key]):
 
     key: Key
     debt_rows: int
-    nodes: tuple[int, ...]  # a chain of rows below the root, top down
-    pays: bool  # the debt is paid: the last rows are the root and the nodes, and they are judged
+    nodes: tuple[int, ...]  # rows of the tree: ancestor-closed, ascending, so parents before children
+    pays: bool  # the debt is paid: the root and the nodes have logits, and are judged
 
 
-def plan_pass(waiting: Sequence[Waiting[Key]], row_budget: int, chunk: int) -> list[Share[Key]]:
+def plan_pass(
+    waiting: Sequence[Waiting[Key]], row_budget: int, chunk: int, cost: PassCost, slowdown: float = 2.0
+) -> list[Share[Key]]:
     """Divide `row_budget` rows, in the order given where it does not reach (rotate it to be fair).
 
     Decoding first, then prompt chunks of at most `chunk` rows, then nodes, best first over all
-    sequences. Returns shares in the order of `waiting`, without those that got nothing.
+    sequences. Prompts may make a pass `slowdown` times as long as decoding alone would.
+    Returns shares in the order of `waiting`, without those that got nothing.
     """
-    left = row_budget
-    debts: dict[Key, int] = {}
-    for turn in (True, False):  # decoding sequences, then prefilling ones
-        for item in waiting:
-            if (item.debt == 1) is turn and left > 0:
-                debts[item.key] = min(item.debt, chunk, left)
-                left -= debts[item.key]
-    paid = {item.key: item for item in waiting if debts.get(item.key) == item.debt}
-    chains = _best_chains(paid, left)
+    debts, load = _debts(waiting, row_budget, chunk, cost, slowdown)
+    paid = [item for item in waiting if debts.get(item.key) == item.debt]
+    nodes = _nodes(paid, load, row_budget - load.rows, cost)
     return [
-        Share(item.key, debts[item.key], tuple(chains.get(item.key, ())), item.key in paid)
+        Share(item.key, debts[item.key], tuple(sorted(nodes.get(item.key, ()))), debts[item.key] == item.debt)
         for item in waiting
         if item.key in debts
     ]
 
 
-def _best_chains(paid: dict[Key, Waiting[Key]], budget: int) -> dict[Key, list[int]]:
-    """Grow every sequence's likeliest chain, the likeliest next node of all first."""
-    chains: dict[Key, list[int]] = {key: [] for key in paid}
-    frontier: list[tuple[float, int, Key, int, float]] = []  # (-rank, tie-break, key, row, reach)
-    tie_break = count()
+# --- debts -------------------------------------------------------------------------------------------
 
-    def offer(key: Key, tip: int, reach: float) -> None:
-        item = paid[key]
-        best = max(item.tree.children(tip), key=item.tree.scores.__getitem__, default=None)
-        if best is None or len(chains[key]) >= item.most_nodes:
-            return
-        below = reach * item.tree.scores[best]
-        # A drawn node (rejection sampling) is checked or not by its ancestors alone: were its own score,
-        # which may follow its q, to decide, unlikely draws would be judged less often than they are drawn.
-        rank = below if item.tree.laws[best] is None else reach
-        if rank >= WORTH:
-            heapq.heappush(frontier, (-rank, next(tie_break), key, best, below))
 
-    for key in paid:
-        offer(key, ROOT, 1.0)
-    while frontier and budget > 0:
-        _, _, key, node, reach = heapq.heappop(frontier)
-        chains[key].append(node)
-        budget -= 1
-        offer(key, node, reach)
-    return chains
+def _debts(
+    waiting: Sequence[Waiting[Key]], row_budget: int, chunk: int, cost: PassCost, slowdown: float
+) -> tuple[dict[Key, int], Load]:
+    """Rows by key, and what they cost together."""
+    debts: dict[Key, int] = {}
+    load = Load(0)
+    for item in waiting:
+        if item.debt == 1 and load.rows < row_budget:
+            debts[item.key] = 1
+            load += Load.of_run(1, item.cached_len)
+    alone_s = cost.seconds(load) if debts else 0.0
+    limit_s = slowdown * alone_s if alone_s > 0.0 else float("inf")
+    given = 0
+    for item in waiting:
+        most = min(item.debt, chunk, row_budget - load.rows)
+        if item.debt == 1 or most < 1:
+            continue
+        rows = _most_rows(item, most, load, cost, limit_s) if limit_s < float("inf") else most
+        if given < LEAST_PROMPT_ROWS:
+            rows = max(rows, min(most, LEAST_PROMPT_ROWS - given))
+        elif rows < min(most, LEAST_PROMPT_ROWS):
+            break  # a few rows here and there cost more runs than they move prompts
+        debts[item.key] = rows
+        load += Load.of_run(rows, item.cached_len)
+        given += rows
+    return debts, load
+
+
+def _most_rows(item: Waiting[Key], most: int, load: Load, cost: PassCost, limit_s: float) -> int:
+    """Rows of its debt, at most `most`, with which the pass stays within `limit_s` seconds; may be 0."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cost.seconds(load + Load.of_run(middle, item.cached_len)) <= limit_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# --- nodes -------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Candidates:
+    """Columns, an entry per node that could be checked; `reach` never grows from a node to its child."""
+
+    owner: list[int] = field(default_factory=list)  # index into the paid sequences
+    row: list[int] = field(default_factory=list)
+    depth: list[int] = field(default_factory=list)
+    reach: list[float] = field(default_factory=list)
+    tiles: list[int] = field(default_factory=list)
+
+    def add(self, owner: int, row: int, depth: int, reach: float, columns: int) -> None:
+        self.owner.append(owner)
+        self.row.append(row)
+        self.depth.append(depth)
+        self.reach.append(reach)
+        self.tiles.append((columns + depth + TILE - 1) // TILE)
+
+
+def _nodes(paid: Sequence[Waiting[Key]], load: Load, room: int, cost: PassCost) -> dict[Key, list[int]]:
+    """Rows to check by key: of all nodes, best first, the prefix that is expected to commit most per second."""
+    if room < 1:
+        return {}
+    found = _Candidates()
+    for owner, item in enumerate(paid):
+        if item.most_nodes > 0:
+            columns = item.cached_len + item.debt
+            for row, depth, reach in _drawn(item) if _is_drawn(item) else _guessed(item):
+                found.add(owner, row, depth, reach, columns)
+    ranked = _ranked(paid, found, room)
+    chosen: dict[Key, list[int]] = {}
+    for index in ranked[: _paying(len(paid), load, ranked, found, cost)]:
+        item, row = paid[found.owner[index]], found.row[index]
+        if row < len(item.tree):  # else a drawn node that was allowed for and is not there
+            chosen.setdefault(item.key, []).append(row)
+    return chosen
+
+
+def _ranked(paid: Sequence[Waiting[Key]], found: _Candidates, room: int) -> list[int]:
+    """The best `room` candidates, by reach, then depth, then row: so ancestors come first."""
+    depths, reach = np.array(found.depth, dtype=np.int64), np.array(found.reach, dtype=np.float64)
+    order = np.lexsort((depths, -reach))  # stable, so rows of equals stay in order
+    left = [item.most_nodes for item in paid]
+    ranked: list[int] = []
+    for index in order.tolist():
+        owner = found.owner[index]
+        if left[owner] > 0:
+            left[owner] -= 1
+            ranked.append(index)
+            if len(ranked) == room:
+                break
+    return ranked
+
+
+def _paying(paid: int, load: Load, ranked: list[int], found: _Candidates, cost: PassCost) -> int:
+    """How many of `ranked` to check: max of (paid + sum of reach) / seconds over every prefix.
+
+    Over every one, since padding makes the cost a staircase: a node that opens a step may pay
+    only with those that stand on the same step.
+    """
+    reach = np.array([found.reach[index] for index in ranked], dtype=np.float64)
+    seconds = cost.along(load, np.array([found.tiles[index] for index in ranked], dtype=np.int64))
+    if seconds[0] <= 0.0:
+        return int(np.count_nonzero(reach >= WORTH))
+    tokens = paid + np.concatenate(([0.0], np.cumsum(reach)))
+    return int(np.argmax(tokens / seconds))  # the first of equals: no row for nothing
+
+
+def _guessed(item: Waiting[Key]) -> Iterator[tuple[int, int, float]]:
+    """(row, depth, reach) of every node that can be reached; siblings share a chance of 1 at most."""
+    parents = item.tree.parents
+    chances = item.tree.scores if item.chance is None else [1.0, *map(item.chance, range(1, len(parents)))]
+    if item.chain_only:
+        chain = frozenset(_first_children(item.tree))
+        chances = [chance if row in chain else 0.0 for row, chance in enumerate(chances)]
+    together = [0.0] * len(parents)  # by parent
+    for parent, chance in zip(parents[1:], chances[1:], strict=True):
+        together[parent] += min(max(0.0, chance), 1.0)
+    depths, reaches = [0], [1.0]
+    for row in range(1, len(parents)):
+        parent = parents[row]
+        reach = reaches[parent] * min(max(0.0, chances[row]), 1.0) / max(1.0, together[parent])
+        depths.append(depths[parent] + 1)
+        reaches.append(reach)
+        if reach > 0.0:
+            yield row, depths[row], reach
+
+
+def _is_drawn(item: Waiting[Key]) -> bool:
+    """Its nodes were drawn from a law (rejection sampling), rather than guessed."""
+    return len(item.tree) > 1 and item.tree.laws[1] is not None
+
+
+def _drawn(item: Waiting[Key]) -> Iterator[tuple[int, int, float]]:
+    """The chain of drawn nodes, as long as the request allows, whether it is there or not.
+
+    Whether a drawn node is checked must not depend on what was drawn: neither on its token and score, nor
+    on what follows it (its score decides how far a draft goes on, an end token ends the chain), or unlikely
+    draws would be judged less often than they are drawn. So all depths compete by a chance that was
+    settled beforehand; rows that do not exist are allowed for and left out in the end.
+    """
+    chain = _first_children(item.tree)
+    chance = min(max(0.0, item.drawn_chance), 1.0)
+    for depth in range(1, item.most_nodes + 1):
+        yield chain[depth] if depth < len(chain) else len(item.tree), depth, chance**depth
+
+
+def _first_children(tree: TokenTree) -> list[int]:
+    """Rows of the chain that was there first, from the root down."""
+    chain = [ROOT]
+    while (child := next(iter(tree.children(chain[-1])), None)) is not None:
+        chain.append(child)
+    return chain

@@ -151,6 +151,31 @@ class TokenTree:
             node = self.parents[node]
         return chance
 
+    def strands(self, nodes: Iterable[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """`nodes` (ancestor-closed) as lines: (index of the line it leaves, its rows from the top down).
+
+        The first line leaves nothing (-1) and starts below the root; it may be empty. At a fork the likeliest child
+        goes on in the line, each other one begins a line. A line comes after the one it leaves.
+        """
+        chosen = set(nodes)
+        lines: list[tuple[int, tuple[int, ...]]] = []
+        todo: list[tuple[int, list[int]]] = [(-1, [])]
+        for line, (leaves, rows) in enumerate(todo):
+            node = rows[0] if rows else ROOT
+            while below := sorted(chosen.intersection(self.children(node)), key=self.scores.__getitem__, reverse=True):
+                node = below[0]
+                rows.append(node)
+                todo.extend((line, [other]) for other in below[1:])
+            lines.append((leaves, tuple(rows)))
+        return lines
+
+    def depths(self) -> list[int]:
+        """Of every row; 0 for the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
     def descend(self, tokens: Iterable[int]) -> Iterator[int]:
         """Rows met when following `tokens` from the root; ends where the tree does."""
         node = ROOT

@@ -173,6 +173,7 @@ def _target_params(params: target_pb2.TargetParams) -> TargetParams:
         tuple(_source(number) for number in params.sources),
         params.max_draft_tokens,
         params.trace_detail,
+        params.logits_digest,
     )
 
 
@@ -192,6 +193,7 @@ def put_target_command(command: TargetCommand) -> target_pb2.TargetCommand:
                     sources=[_number(source) for source in params.sources],
                     max_draft_tokens=params.max_draft_tokens,
                     trace_detail=params.trace_detail,
+                    logits_digest=params.logits_digest,
                 ),
                 traceparent=command.traceparent,
             )
@@ -228,6 +230,10 @@ def target_event_of(message: target_pb2.TargetEvent) -> TargetEvent:
                 emit.traceparent,
                 emit.hinted_checked,
                 emit.hinted_accepted,
+                tuple(emit.digests),
+                emit.preempted,
+                tuple(emit.timings.windows),
+                emit.branched,
             )
         case "gap":
             return _gap(message.gap)
@@ -246,13 +252,20 @@ def put_target_event(event: TargetEvent) -> target_pb2.TargetEvent:
                 accepted=event.accepted,
                 want=event.want,
                 timings=target_pb2.Timings(
-                    started_ns=event.started_ns, ended_ns=event.ended_ns, passes=event.passes, drafted=event.drafted
+                    started_ns=event.started_ns,
+                    ended_ns=event.ended_ns,
+                    passes=event.passes,
+                    drafted=event.drafted,
+                    windows=event.windows,
                 ),
                 finish=_number(event.finish or 0),
                 cached=event.cached,
                 traceparent=event.traceparent,
                 hinted_checked=event.hinted_checked,
                 hinted_accepted=event.hinted_accepted,
+                digests=event.digests,
+                preempted=event.preempted,
+                branched=event.branched,
             )
             return target_pb2.TargetEvent(emit=emit)
         case Gap():

@@ -1,29 +1,26 @@
-"""Attention as transformers' model code calls it, over the KV of a ragged pass.
+"""Attention as transformers' model code calls it, over the paged KV of a ragged pass.
 
-Registered with AttentionInterface under the name "forerun"; any architecture that asks the interface
-can be served, with no copy of its code. K and V of new rows arrive here and are stored here, so the
-models run without a cache object of their own and rollback needs nothing from them.
+Registered with AttentionInterface under the name "forerun"; any architecture that asks the interface can be
+served, with no copy of its code. K and V of new rows arrive here and are stored here, so the models run
+without a cache object of their own and rollback needs nothing from them.
 
-Row-invariant: float32, at least four query rows per KV head, and each row attends to exactly the
-column tiles that its own position needs, whatever rows come before or after it in its run.
+How it is computed is the device's: `tiled.py` on the CPU, `cuda.py` on GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
 from forerun.core.errors import ModelRefused
-from forerun.runtime.kv import COLUMN_TILE, KV
+from forerun.runtime.batch import Batch
 
 NAME = "forerun"
-_LEAST_QUERY_ROWS = 4
 _IGNORED = frozenset(
     {"position_ids", "use_cache", "cache", "past_key_values", "cache_position", "is_causal", "dropout"}
     | {"output_router_logits", "output_attentions", "output_hidden_states"}
@@ -31,65 +28,40 @@ _IGNORED = frozenset(
 """Arguments models pass along that do not change the result of a causal pass."""
 
 
-@dataclass(slots=True)
-class Segment:
-    """Rows of a run whose positions lie in one column tile."""
+class PagedAttention(Protocol):
+    """The KV of all sequences and how rows attend to it. Row-invariant: a row's result depends on its path alone."""
 
-    first: int  # rows [first, last) of the pass
-    last: int
-    columns: int  # columns [0, columns) are attended to: whole tiles
-    positions: Tensor  # [rows] int64
-    mask: Tensor  # [rows, columns] float32: 0 where visible, -inf elsewhere
+    def begin(self, batch: Batch) -> None:
+        """Copy pages and prepare the indices of a pass."""
+        ...
 
+    def touched_bytes(self) -> int:
+        """Of KV, what was ever written: the rest of it takes no memory yet."""
+        ...
 
-@dataclass(slots=True)
-class LaidRun:
-    """A run with its indices as tensors, made once per pass and used in every layer."""
-
-    kv: KV
-    first: int  # rows [first, last) of the pass
-    last: int
-    start: int  # column of the first row
-    lay: Tensor | None  # [ancestors] int64 slots
-    keep: Tensor | None  # [rows] int64 slots
-    segments: list[Segment]
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [heads, rows, head_dim], padding rows at the end
+        key: Tensor,  # [kv_heads, rows, head_dim]
+        value: Tensor,  # [kv_heads, rows, head_dim]
+        scale: float,
+        window: int | None,  # a row at position p sees columns above p - window
+        softcap: float | None,
+    ) -> Tensor:
+        """Store the new rows, then attend: [rows, heads, head_dim], 0 for padding rows."""
+        ...
 
 
 @dataclass(slots=True)
 class PassState:
     """The pass that the current forward belongs to."""
 
-    runs: Sequence[LaidRun]
+    attention: PagedAttention
     layers_seen: set[int]
 
 
 current_pass: ContextVar[PassState] = ContextVar("forerun_pass")
-
-
-def lay_run(kv: KV, first: int, rows: int, start: int, lay: Sequence[int], keep: Sequence[int]) -> LaidRun:
-    """Reserve columns and derive masks for `rows` new rows at `start`."""
-    end = start + rows
-    kv.reserve(end)
-    device = kv.keys.device
-    segments = []
-    at = start
-    while at < end:
-        columns = (at // COLUMN_TILE + 1) * COLUMN_TILE
-        until = min(end, columns)
-        positions = torch.arange(at, until, device=device)
-        hidden = torch.arange(columns, device=device)[None, :] > positions[:, None]
-        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
-        segments.append(Segment(first + at - start, first + until - start, columns, positions, mask))
-        at = until
-    return LaidRun(
-        kv,
-        first,
-        first + rows,
-        start,
-        torch.tensor(lay, device=device) if lay else None,
-        torch.tensor(keep, device=device) if keep else None,
-        segments,
-    )
 
 
 def attend(
@@ -103,7 +75,7 @@ def attend(
     softcap: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function. Returns [1, rows, heads, head_dim]; padding rows stay 0."""
+    """The attention function. Returns [1, rows, heads, head_dim]."""
     unknown = [name for name, given in rest.items() if given is not None and name not in _IGNORED]
     if unknown:
         raise ModelRefused(
@@ -113,45 +85,8 @@ def attend(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     state.layers_seen.add(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = torch.zeros_like(query)
-    for run in state.runs:
-        rows = slice(run.first, run.last)
-        if run.lay is not None:
-            run.kv.lay(layer, run.lay, run.start - len(run.lay))
-        run.kv.write(layer, run.start, key[0, :, rows], value[0, :, rows], run.keep)
-        for part in run.segments:
-            rows = slice(part.first, part.last)
-            out[0, :, rows] = _attend_segment(run.kv, part, layer, query[0, :, rows], scale, sliding_window, softcap)
-    return out.transpose(1, 2), None
-
-
-def _attend_segment(
-    kv: KV, part: Segment, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
-    """query: [heads, rows, head_dim] -> the same shape."""
-    heads, rows, width = query.shape
-    held = part.columns
-    keys, values = kv.keys[layer, :, :held], kv.values[layer, :, :held]
-    kv_heads = keys.shape[0]
-    grouped = query.float().reshape(kv_heads, heads // kv_heads, rows, width) * scale
-    mask = part.mask
-    if window is not None:
-        columns = torch.arange(held, device=query.device)
-        mask = mask.masked_fill(columns[None, :] <= part.positions[:, None] - window, float("-inf"))
-    group = grouped.shape[1]
-    flat = grouped.reshape(kv_heads, group * rows, width)
-    short = _LEAST_QUERY_ROWS - group * rows
-    if short > 0:
-        flat = torch.cat([flat, flat[:, :1].expand(kv_heads, short, width)], dim=1)
-    scores = torch.bmm(flat, keys.transpose(1, 2))
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores[:, : group * rows].reshape(kv_heads, group, rows, held) + mask
-    weights = torch.softmax(scores, dim=-1).reshape(kv_heads, group * rows, held)
-    if short > 0:
-        weights = torch.cat([weights, weights[:, :1].expand(kv_heads, short, held)], dim=1)
-    mixed = torch.bmm(weights, values)[:, : group * rows]
-    return mixed.reshape(heads, rows, width).to(query.dtype)
+    out = state.attention.attend(layer, query[0], key[0], value[0], scale, sliding_window, softcap)
+    return out[None], None
 
 
 AttentionInterface.register(NAME, attend)

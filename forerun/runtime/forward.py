@@ -7,7 +7,8 @@ take whole row tiles, since a product's order of additions depends on its number
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -15,16 +16,51 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.core.errors import ModelRefused
-from forerun.runtime.attention import PassState, current_pass, lay_run
-from forerun.runtime.kv import KV
-from forerun.runtime.packed import pack_linears
+from forerun.core.pages import KV, TILE, Pages
+from forerun.runtime.attention import PagedAttention, PassState, current_pass
+from forerun.runtime.batch import Batch, lower
+from forerun.runtime.memory import MemoryUse
+from forerun.runtime.packed import pack_linears, weight_bytes
 from forerun.runtime.passes import Run
+from forerun.runtime.tiled import TiledAttention
+
+if TYPE_CHECKING:
+    from forerun.runtime.cuda import GraphedForward
 
 _PROOF = 9
 """Tokens of the proof at start: enough for rows of one pass and of many, few enough to take no time."""
 
+_SEQUENCES = 16
+"""For how many sequences of full length there is KV unless said."""
+
 ROW_TILE = {torch.float32: 16, torch.bfloat16: 4}
 """Least rows of a pass from which on products are bit-equal for every number of rows (tested)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token's keys and values are, on this rank."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    element_bytes: int  # of what is kept: float32 on a CPU, the model's own type on a GPU
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> KVShape:
+        config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        parameter = next(model.parameters())
+        size = parameter.element_size() if parameter.device.type == "cuda" else 4
+        return cls(int(config.num_hidden_layers), heads, kv_heads, head_dim, size)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of keys and values."""
+        return self.layers * 2 * self.kv_heads * TILE * self.head_dim * self.element_bytes
 
 
 class TransformersModel:
@@ -34,62 +70,102 @@ class TransformersModel:
         ModelRefused: its layers keep state outside that interface, so they could not be rolled back.
     """
 
-    def __init__(self, model: torch.nn.Module, context_limit: int, exact: bool = True) -> None:
-        """`exact`: prove at start that rows do not depend on their company. A draft need not be."""
+    def __init__(
+        self, model: torch.nn.Module, context_limit: int, pages: int | None = None, *, exact: bool = True
+    ) -> None:
+        """pages: of KV; exact: prove at start that rows do not depend on their company (a draft need not be)."""
         parameter = next(model.parameters())
         self._dtype, self._device = parameter.dtype, parameter.device
+        shape = KVShape.of(model)
         pack_linears(model)
         self._model = model
-        config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        self._layers = int(config.num_hidden_layers)
-        heads = int(config.num_attention_heads)
-        self._kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        self._shape = shape
         self._tile = ROW_TILE.get(self._dtype, 16)
-        self.vocab_size = int(config.vocab_size)
+        self.vocab_size = int(model.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
         self.context_limit = context_limit
+        self.pages = Pages(pages or _SEQUENCES * -(-context_limit // TILE))
+        self._graphed: GraphedForward | None = None
+        self.attention: PagedAttention = self._paged_attention()
         self._prove(exact)
 
-    def new_kv(self) -> KV:
-        return KV(self._layers, self._kv_heads, self._head_dim, torch.float32, self._device)
+    def _paged_attention(self) -> PagedAttention:
+        """Of the device."""
+        shape, pages = self._shape, self.pages.count
+        if self._device.type != "cuda":
+            return TiledAttention(shape.layers, pages, shape.heads, shape.kv_heads, shape.head_dim)
+        from forerun.runtime.cuda import GraphedForward, VarlenAttention, choose, make_exact
 
-    @torch.inference_mode()
+        make_exact()
+        kernel = choose(shape.heads, shape.kv_heads, shape.head_dim, self._dtype, self._device, self.context_limit)
+        varlen = VarlenAttention(
+            kernel,
+            layers=shape.layers,
+            pages=pages,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            context_limit=self.context_limit,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        self._graphed = GraphedForward(self._compute, varlen, graphs=True)
+        return varlen
+
     def forward(self, runs: Sequence[Run]) -> list[NDArray[np.float32]]:
         """[logit_rows, vocab] float32 for each run."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        wanted: list[int] = []
-        laid = []
-        for run in runs:
-            first = len(tokens)
-            laid.append(lay_run(cast(KV, run.kv), first, len(run.tokens), run.start, run.lay, run.keep))
-            tokens.extend(run.tokens)
-            positions.extend(range(run.start, run.start + len(run.tokens)))
-            wanted.extend(range(len(tokens) - run.logit_rows, len(tokens)))
-        logits = self._rows(laid, tokens, positions, wanted)
-        counts = [run.logit_rows for run in runs]
-        return [part.numpy() for part in torch.split(logits, counts)]
+        logits = self.execute(lower(runs, self.pages.take_copies()))
+        return [part.numpy() for part in torch.split(logits, [run.logit_rows for run in runs])]
 
-    def _rows(self, laid: list, tokens: list[int], positions: list[int], wanted: list[int]) -> Tensor:  # type: ignore[type-arg]
-        """Run the model over the rows; [len(wanted), vocab] float32 on the CPU."""
-        pad = max(0, self._tile - len(tokens))
-        state = PassState(laid, set())
+    def memory(self, baseline: int, resident: int) -> MemoryUse:
+        """What it takes. resident: of the process, after the largest pass; baseline: before the model was loaded."""
+        weights = weight_bytes(self._model)
+        if self._device.type == "cuda":
+            baseline, resident = 0, torch.cuda.memory_reserved(self._device)
+        touched = self.attention.touched_bytes()
+        workspace = max(0, resident - baseline - weights - touched)
+        pages = self.pages.count
+        return MemoryUse(baseline, weights, pages * self._shape.page_bytes, pages * TILE, workspace)
+
+    @property
+    def numerics(self) -> str:
+        """What decides its bits beside weights, dtype and versions."""
+        return "tiled" if self._graphed is None else self._graphed.numerics
+
+    def restart(self) -> None:
+        """Nothing to bring back: the model is this process."""
+        self.pages.forget()
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> Tensor:
+        """[len(batch.wanted), vocab] float32 on the CPU."""
+        if self._graphed is not None:
+            return self._graphed(batch)
+        pad = (0, max(0, self._tile - len(batch.tokens)))
+        asked = (0, max(0, self._tile - len(batch.wanted)))
+        self.attention.begin(batch)
+        logits = self._compute(
+            torch.from_numpy(np.pad(batch.tokens, pad)),
+            torch.from_numpy(np.pad(batch.positions, pad)),
+            torch.from_numpy(np.pad(batch.wanted, asked)),
+        )
+        return logits[: len(batch.wanted)].float()
+
+    def _compute(self, tokens: Tensor, positions: Tensor, asked: Tensor) -> Tensor:
+        """[rows] each, at least a row tile -> [asked, vocab], on the device, in the model's dtype."""
+        state = PassState(self.attention, set())
         token = current_pass.set(state)
         try:
             output = self._model(
-                input_ids=torch.tensor([tokens + [0] * pad], device=self._device),
-                position_ids=torch.tensor([positions + [0] * pad], device=self._device),
-                use_cache=False,
-                logits_to_keep=torch.tensor(_padded(wanted, self._tile), device=self._device),
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=asked
             )
         finally:
             current_pass.reset(token)
-        if len(state.layers_seen) != self._layers:
+        if len(state.layers_seen) != self._shape.layers:
+            name, seen = type(self._model).__name__, len(state.layers_seen)
             raise ModelRefused(
-                f"{type(self._model).__name__} sent {len(state.layers_seen)} of its {self._layers} layers through "
-                "transformers' attention interface; the others keep state that cannot be rolled back"
+                f"{name} sent {seen} of its {self._shape.layers} layers through transformers' attention interface; "
+                "the others keep state that cannot be rolled back"
             )
-        return cast(Tensor, output.logits)[0, : len(wanted)].float().cpu()
+        return cast(Tensor, output.logits)[0]
 
     def _prove(self, exact: bool) -> None:
         """A few small passes at start: every layer asks for attention, shapes fit, logits are numbers, bits hold."""
@@ -97,7 +173,7 @@ class TransformersModel:
         count = min(_PROOF, self.context_limit - 1)
         tokens = tuple(number * 37 % self.vocab_size for number in range(count))
         try:
-            whole = self.forward([Run(self.new_kv(), tokens, 0, count)])[0]
+            whole = self.forward([Run(KV(self.pages).extend(count), tokens, 0, count)])[0]
             if whole.shape != (count, self.vocab_size) or not np.isfinite(whole).all():
                 raise ModelRefused(f"{name} gave logits of shape {whole.shape}, or not finite ones")
             if exact and not self._alone_and_in_company(tokens, whole):
@@ -109,19 +185,17 @@ class TransformersModel:
             raise
         except Exception as error:
             raise ModelRefused(f"{name} cannot run here: {type(error).__name__}: {error}") from error
+        finally:
+            self.pages.forget()
 
     def _alone_and_in_company(self, tokens: tuple[int, ...], whole: NDArray[np.float32]) -> bool:
         """Whether the rows computed one by one, the last of them beside another sequence, have the same bits."""
-        kv = self.new_kv()
-        company = Run(self.new_kv(), tuple(reversed(tokens)) * 2, 0, 1)
+        path = KV(self.pages).extend(len(tokens))
+        other = tuple(reversed(tokens)) * 2
+        company = Run(KV(self.pages).extend(len(other)), other, 0, 1)
         for at, token in enumerate(tokens):
-            run = Run(kv, (token,), at, 1)
+            run = Run(path, (token,), at, 1)
             rows = self.forward([company, run] if at == len(tokens) - 1 else [run])[-1]
             if not np.array_equal(rows[0], whole[at]):
                 return False
         return True
-
-
-def _padded(rows: list[int], tile: int) -> list[int]:
-    """At least one tile of rows, the first one repeated."""
-    return rows + [rows[0] if rows else 0] * max(0, tile - len(rows))

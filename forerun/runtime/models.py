@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from forerun import __version__
 from forerun.core.errors import ModelRefused
 from forerun.runtime.demo_model import demo_folder
+from forerun.runtime.folders import check_shapes, read_entries, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -75,8 +76,6 @@ def _from_hub(repo: str, weights: bool) -> str:
         folder = snapshot_download(
             repo, allow_patterns=[*described, *(["*.safetensors"] if weights else [])], ignore_patterns=others
         )
-        if weights and not any(Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(repo, allow_patterns=[*described, "*.bin"], ignore_patterns=others)
     except Exception as error:  # its errors share no base class
         reason = str(error).strip().partition("\n")[0]
         raise ModelRefused(
@@ -85,6 +84,11 @@ def _from_hub(repo: str, weights: bool) -> str:
         ) from error
     if not (Path(folder) / "config.json").is_file():
         raise ModelRefused(f"{repo!r} on the model hub is no transformers model: it holds no config.json")
+    if weights and not any(Path(folder).glob("*.safetensors")):
+        raise ModelRefused(
+            f"{repo!r} on the model hub holds no .safetensors files; weights in pickles (.bin) are never fetched or "
+            "read, since reading one runs the code in it"
+        )
     return folder
 
 
@@ -98,11 +102,9 @@ def load_causal_lm(folder: str, dtype: str, layers: int | None = None, attention
     import torch
     from transformers import AutoModelForCausalLM
 
-    if dtype not in DTYPES:
-        raise ModelRefused(f"dtype {dtype!r} is not known; one of: {', '.join(DTYPES)}")
-    config = read_config(folder)
-    if layers is not None:
-        keep_layers(config, layers)
+    config, outline = described(folder, dtype, layers, attention)
+    shapes = {name: tuple(weight.shape) for name, weight in outline.state_dict().items()}
+    check_shapes(folder, read_entries(folder), shapes)
     with _quiet_transformers():
         try:
             found: Any = AutoModelForCausalLM.from_pretrained(
@@ -112,14 +114,41 @@ def load_causal_lm(folder: str, dtype: str, layers: int | None = None, attention
                 attn_implementation=attention,
                 output_loading_info=True,
                 local_files_only=True,
+                use_safetensors=True,
             )
         except Exception as error:  # its errors, safetensors' and torch's share no base class
-            raise ModelRefused(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
+            reason = str(error).strip().partition("\n")[0]
+            raise ModelRefused(f"{folder} cannot be loaded: {type(error).__name__}: {reason}") from error
     model: PreTrainedModel = found[0]
     if missing := sorted(found[1]["missing_keys"]):
         raise ModelRefused(f"{folder} lacks {len(missing)} weights of its model, {missing[0]!r} the first")
     model.eval().requires_grad_(False)
     return model
+
+
+def described(
+    folder: str, dtype: str, layers: int | None, attention: str = "forerun"
+) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """The configuration, and the model it describes without a byte of weights (torch's meta device)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in DTYPES:
+        raise ModelRefused(f"dtype {dtype!r} is not known; one of: {', '.join(DTYPES)}")
+    config = read_config(folder)
+    if layers is not None:
+        keep_layers(config, layers)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelRefused(f"{folder} holds quantised weights; only plain float32, bfloat16 and float16 are served")
+    with _quiet_transformers(), torch.device("meta"):
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype), attn_implementation=attention
+            )
+        except Exception as error:  # whatever a configuration can make a model's code raise
+            reason = str(error).strip().partition("\n")[0]
+            raise ModelRefused(f"{folder}/config.json describes no model: {type(error).__name__}: {reason}") from error
+    return config, model
 
 
 def read_config(folder: str) -> PretrainedConfig:
@@ -194,20 +223,6 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def weight_files(folder: str) -> list[Path]:
-    """The files that hold the weights, safetensors if there are any, in order of their names."""
-    home = Path(folder)
-    for single, pattern in (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "*.bin")):
-        index = home / f"{single}.index.json"
-        if index.is_file():
-            return [home / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-        if (home / single).is_file():
-            return [home / single]
-        if found := sorted(home.glob(pattern)):
-            return found
-    raise ModelRefused(f"{folder} holds no weights: neither .safetensors nor .bin files")
 
 
 def revision(folder: str) -> str:

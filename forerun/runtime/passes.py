@@ -1,7 +1,7 @@
 """What a pass computes, and what computes it. Targets, drafts and simulated models meet here.
 
-A pass is a list of runs. A run is consecutive tokens of one path of one sequence: a prompt chunk,
-the last committed token with the chain to be checked below it, or one leaf of a draft's tree.
+A pass is a list of runs. A run is consecutive tokens of one path of one sequence: a prompt chunk, the last
+committed token with the guesses below it, a branch of those guesses, or one node of a draft's tree.
 """
 
 from __future__ import annotations
@@ -13,48 +13,42 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from forerun.core.pages import TILE, Pages, Path
+
 Row = NDArray[np.float32]  # [vocab]
 
 
-class Cache(Protocol):
-    """What an engine may do with a sequence's KV; the model that made it does the rest."""
-
-    cached_len: int
-
-    def truncate(self, length: int) -> None: ...
-
-    def extend(self, length: int) -> None: ...
-
-    def take_slots(self, count: int) -> list[int]: ...
-
-    def free_slots(self, slots: Sequence[int]) -> None: ...
-
-    def lay_path(self, slots: Sequence[int], start: int) -> None: ...
-
-    @property
-    def bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Consecutive tokens on one path. Row i stands at position and column `start + i`."""
+    """Row i stands at position and column `start + i` of `path`, which has room for it."""
 
-    kv: Cache
+    path: Path
     tokens: tuple[int, ...]
     start: int
     logit_rows: int  # how many of the last rows are wanted as logits
-    lay: tuple[int, ...] = ()  # slots of the ancestors that stand in the columns just before `start`
-    keep: tuple[int, ...] = ()  # slots that take the new rows too; empty if nothing will overlay them
+    parent: Run | None = None  # of the same pass: the rows before `start` that are not in KV yet are its own
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + len(self.tokens))
+
+    @property
+    def tiles(self) -> int:
+        """Pages it reads."""
+        return -(-(self.start + len(self.tokens)) // TILE)
 
 
 class Model(Protocol):
-    """Computes passes. `layout` of KV, dtype, device and parallelism are its own business."""
+    """Computes passes. Layout of KV, dtype, device and parallelism are its own business."""
 
     vocab_size: int  # width of a logits row, padding included
     context_limit: int
-
-    def new_kv(self) -> Cache: ...
+    pages: Pages  # its KV, as numbers: an engine takes paths through them
 
     def forward(self, runs: Sequence[Run]) -> list[NDArray[np.float32]]:
-        """[logit_rows, vocab] float32 for each run, in order."""
+        """[logit_rows, vocab] float32 for each run, in order. Raises GroupLost: all KV is gone, see `restart`."""
+        ...
+
+    def restart(self) -> None:
+        """After GroupLost: ready again, with nothing in KV and `pages` forgotten."""
         ...

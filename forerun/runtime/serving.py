@@ -10,19 +10,27 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import ModelRefused
+from forerun.core.pages import TILE
 from forerun.core.params import Source
 from forerun.rpc.worker import Engine, Worker
-from forerun.runtime.models import load_causal_lm, numerics_id, resolve, revision
+from forerun.runtime.memory import MemoryUse, give_back, kv_budget, kv_pages, resident_bytes
+from forerun.runtime.models import described, load_causal_lm, numerics_id, resolve, revision
 from forerun.runtime.passes import Model
 from forerun.runtime.sim import PREFIX, SimModel, SimSpec
 from forerun.telemetry.tracing import Tracing
 from forerun.text import TextModel
 from forerun.v1 import attach_pb2
 
+if TYPE_CHECKING:
+    from forerun.runtime.forward import TransformersModel
+
 log = logging.getLogger(__name__)
+
+SIM_TOKEN_BYTES = 1024
+"""What a token of a simulated model's KV counts as, against --kv-memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,9 @@ class LoadOptions:
     dtype: str = "bfloat16"
     threads: int = 1
     layers: int | None = None  # early exit: only the first ones
+    kv_memory: int | None = None  # bytes; None: a share of what is free
+    tp: int = 1  # ranks that compute it together
+    device: str = "auto"  # cpu, cuda, or cuda if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +53,81 @@ class Loaded:
     revision: str
     numerics_id: str
     eos_token_ids: tuple[int, ...]
+    memory: Callable[[], MemoryUse] | None = None  # asked once the largest pass has run; None: simulated
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens of one sequence: what the model takes, and what KV can hold of one."""
+        return min(self.model.context_limit, self.model.pages.count * TILE - 1)
 
 
-def load(options: LoadOptions, draft: bool) -> Loaded:
-    """Raises ModelRefused, saying what cannot be served and why."""
+def load(options: LoadOptions, *, draft: bool, sequences: int) -> Loaded:
+    """sequences: how many are served at once. Raises ModelRefused, saying what cannot be served and why."""
     folder = resolve(options.model)
     text = TextModel.load(folder)
     if folder.startswith(PREFIX):
-        simulated = SimModel(SimSpec.parse(folder), draft)
+        spec = SimSpec.parse(folder)
+        budget = 1 << 40 if options.kv_memory is None else options.kv_memory
+        pages = kv_pages(TILE * SIM_TOKEN_BYTES, sequences, spec.context, budget)
+        simulated = SimModel(spec, draft, pages=pages)
         return Loaded(simulated, text.vocab_size, folder, folder, text.eos_token_ids)
     import torch
 
-    from forerun.runtime.forward import TransformersModel
-
     torch.set_num_threads(options.threads)
-    began = time.monotonic()
+    began, baseline = time.monotonic(), resident_bytes()
     try:
-        weights = load_causal_lm(folder, options.dtype, options.layers)
+        model = _build(folder, options, text.context_limit, draft, sequences)
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ModelRefused(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
-    model = TransformersModel(weights, text.context_limit, exact=not draft)
+    give_back()
     log.info("loaded %s in %.1f s, %s, %d threads", folder, time.monotonic() - began, options.dtype, options.threads)
-    bits = numerics_id(folder, options.dtype, "cpu", f"tp=1,threads={options.threads}", options.layers)
-    return Loaded(model, min(text.vocab_size, model.vocab_size), revision(folder), bits, text.eos_token_ids)
+    parallelism = f"tp={options.tp},threads={options.threads},{model.numerics}"
+    bits = numerics_id(folder, options.dtype, _device(options), parallelism, options.layers)
+    vocab_size = min(text.vocab_size, model.vocab_size)
+    return Loaded(
+        model, vocab_size, revision(folder), bits, text.eos_token_ids, lambda: model.memory(baseline, resident_bytes())
+    )
+
+
+def _device(options: LoadOptions) -> str:
+    import torch
+
+    if options.device != "auto":
+        return options.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _build(folder: str, options: LoadOptions, context_limit: int, draft: bool, sequences: int) -> TransformersModel:
+    from forerun.runtime.forward import KVShape, TransformersModel
+
+    device = _device(options)
+
+    def pages(shape: KVShape, weights: int) -> int:
+        budget = kv_budget(device, weights) if options.kv_memory is None else options.kv_memory
+        return kv_pages(shape.page_bytes, sequences, context_limit, budget)
+
+    if options.tp == 1:
+        weights = load_causal_lm(folder, options.dtype, options.layers).to(device)  # type: ignore[arg-type]
+        shape = KVShape.of(weights)
+        return TransformersModel(weights, context_limit, pages(shape, 0), exact=not draft)
+    from forerun.runtime.parallel import ParallelModel
+    from forerun.runtime.ranks import GroupSpec
+
+    _, outline = described(folder, options.dtype, options.layers)
+    weight_bytes = sum(weight.nbytes for weight in outline.parameters())
+    # The ranks share this machine's memory: together their pages are as large as one of the whole model.
+    count = pages(KVShape.of(outline), weight_bytes)
+    spec = GroupSpec(
+        folder,
+        options.dtype,
+        options.tp,
+        context_limit,
+        count,
+        layers=options.layers,
+        threads=options.threads,
+        device=device,
+    )
+    return ParallelModel(spec, exact=not draft)
 
 
 def hello(
@@ -80,7 +143,8 @@ def hello(
         revision=loaded.revision,
         numerics_id=loaded.numerics_id,
         capacity=capacity,
-        context_limit=loaded.model.context_limit,
+        context_limit=loaded.context_limit,
+        kv_tokens=loaded.model.pages.count * TILE,
         vocab_size=loaded.vocab_size,
         sources=[source.name_on_wire for source in sources],
     )

@@ -14,15 +14,19 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forerun.core.errors import ModelRefused
+from forerun.core.pages import TILE, Pages
+from forerun.runtime.batch import lower
 from forerun.runtime.passes import Run
 
 PREFIX = "sim:"
+_SEQUENCES = 64
+"""For how many sequences of full length there is KV unless said."""
+
 _PEAK = 30.0
 """Logit of the right token: no temperature up to 2 makes another one likely."""
 
@@ -66,73 +70,43 @@ class SimSpec:
         return spec
 
 
-class SimKV:
-    """Columns hold token ids."""
-
-    def __init__(self) -> None:
-        self.cached_len = 0
-        self.columns: list[int] = []
-        self.slots: dict[int, int] = {}
-        self._next_slot = 0
-
-    @property
-    def bytes(self) -> int:
-        return 8 * (len(self.columns) + len(self.slots))
-
-    def truncate(self, length: int) -> None:
-        if length > self.cached_len:
-            raise ValueError(f"cannot truncate to {length}: only {self.cached_len} tokens are cached")
-        self.cached_len = length
-
-    def extend(self, length: int) -> None:
-        self.cached_len = length
-
-    def take_slots(self, count: int) -> list[int]:
-        taken = list(range(self._next_slot, self._next_slot + count))
-        self._next_slot += count
-        return taken
-
-    def free_slots(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            del self.slots[slot]
-
-    def lay_path(self, slots: Sequence[int], start: int) -> None:
-        self.columns[start : start + len(slots)] = [self.slots[slot] for slot in slots]
-
-
 class SimModel:
-    """`Model` without weights. role decides which time a pass takes and whether guesses may be wrong."""
+    """`Model` without weights: its KV holds token ids. A draft's passes take `step`, and its guesses may be wrong."""
 
-    def __init__(self, spec: SimSpec, draft: bool, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self, spec: SimSpec, draft: bool, sleep: Callable[[float], None] = time.sleep, pages: int | None = None
+    ) -> None:
         self.spec = spec
         self.vocab_size = spec.vocab
         self.context_limit = spec.context
+        self.pages = Pages(pages or _SEQUENCES * -(-spec.context // TILE))
+        self._columns = np.zeros((self.pages.count + 1, TILE), dtype=np.uint32)
         self._draft = draft
         self._sleep = sleep
 
-    def new_kv(self) -> SimKV:
-        return SimKV()
-
     def forward(self, runs: Sequence[Run]) -> list[NDArray[np.float32]]:
         began = time.perf_counter()
+        batch = lower(runs, self.pages.take_copies())
+        source, to = batch.copies.T
+        self._columns[to] = self._columns[source]
+        row, page, column = batch.writes.T
+        self._columns[page, column] = batch.tokens[row]
         answers = []
-        rows = 0
         for run in runs:
-            kv = cast(SimKV, run.kv)
-            if run.lay:
-                kv.lay_path(run.lay, run.start - len(run.lay))
-            kv.columns[run.start : run.start + len(run.tokens)] = run.tokens
-            kv.slots.update(zip(run.keep, run.tokens, strict=False))
-            rows += len(run.tokens)
-            ends = range(run.start + len(run.tokens) - run.logit_rows + 1, run.start + len(run.tokens) + 1)
-            answers.append(self._rows([kv.columns[:end] for end in ends]))
+            text = self._columns[run.path.pages[: run.tiles]].reshape(-1)
+            end = run.start + len(run.tokens) + 1
+            answers.append(self._rows([text[:length] for length in range(end - run.logit_rows, end)]))
+        rows = len(batch.tokens)
         wanted = self.spec.step_s if self._draft else self.spec.pass_s + self.spec.row_s * rows
         left = wanted - (time.perf_counter() - began)
         if left > 0:
             self._sleep(left)
         return answers
 
-    def _rows(self, prefixes: list[list[int]]) -> NDArray[np.float32]:
+    def restart(self) -> None:
+        self.pages.forget()
+
+    def _rows(self, prefixes: list[NDArray[np.uint32]]) -> NDArray[np.float32]:
         logits = np.zeros((len(prefixes), self.vocab_size), dtype=np.float32)
         for row, prefix in enumerate(prefixes):
             right, wrong, luck = self._hashed(prefix)
@@ -144,11 +118,9 @@ class SimModel:
             logits[row, second] = _PEAK / 2
         return logits
 
-    def _hashed(self, prefix: list[int]) -> tuple[int, int, float]:
+    def _hashed(self, prefix: NDArray[np.uint32]) -> tuple[int, int, float]:
         """The next token after this very prefix, a wrong one, and a number in [0, 1)."""
-        digest = hashlib.blake2b(
-            np.asarray(prefix, dtype=np.uint32).tobytes(), digest_size=24, salt=self.spec.seed.to_bytes(8, "little")
-        ).digest()
+        digest = hashlib.blake2b(prefix.tobytes(), digest_size=24, salt=self.spec.seed.to_bytes(8, "little")).digest()
         right, wrong, luck = (int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16))
         right %= self.vocab_size
         wrong = (right + 1 + wrong % (self.vocab_size - 1)) % self.vocab_size

@@ -19,7 +19,7 @@ ROLE_TARGET: Role
 ROLE_DRAFT: Role
 
 class Hello(_message.Message):
-    __slots__ = ("role", "worker", "incarnation", "model", "revision", "numerics_id", "capacity", "context_limit", "vocab_size", "sources", "lookahead", "eos_token_ids")
+    __slots__ = ("role", "worker", "incarnation", "model", "revision", "numerics_id", "capacity", "context_limit", "vocab_size", "sources", "lookahead", "eos_token_ids", "kv_tokens")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class Hello(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     role: Role
     worker: str
     incarnation: str
@@ -44,7 +45,8 @@ class Hello(_message.Message):
     sources: _containers.RepeatedScalarFieldContainer[_common_pb2.Source]
     lookahead: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., numerics_id: _Optional[str] = ..., capacity: _Optional[int] = ..., context_limit: _Optional[int] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Source, str]]] = ..., lookahead: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    kv_tokens: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., numerics_id: _Optional[str] = ..., capacity: _Optional[int] = ..., context_limit: _Optional[int] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Source, str]]] = ..., lookahead: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_tokens: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("progress", "sequences", "idle", "draining")

@@ -108,16 +108,18 @@ class SpeculationParams(_message.Message):
     def __init__(self, mode: _Optional[_Union[SpeculationParams.Mode, str]] = ..., sources: _Optional[_Iterable[str]] = ..., max_draft_tokens: _Optional[int] = ..., verification: _Optional[_Union[_common_pb2.Verification, str]] = ...) -> None: ...
 
 class OutputParams(_message.Message):
-    __slots__ = ("logprobs", "prompt_logprobs", "echo", "trace_detail")
+    __slots__ = ("logprobs", "prompt_logprobs", "echo", "trace_detail", "logits_digest")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
     TRACE_DETAIL_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     logprobs: int
     prompt_logprobs: int
     echo: bool
     trace_detail: bool
-    def __init__(self, logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: bool = ..., trace_detail: bool = ...) -> None: ...
+    logits_digest: bool
+    def __init__(self, logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: bool = ..., trace_detail: bool = ..., logits_digest: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "attempt", "resume", "model", "text", "chat", "token_ids", "sampling", "stopping", "speculation", "output", "n", "priority")
@@ -162,20 +164,26 @@ class StopCause(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., text: _Optional[str] = ..., max_tokens: _Optional[int] = ..., context_limit: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt", "cached", "completion", "drafted", "accepted", "passes")
+    __slots__ = ("prompt", "cached", "completion", "drafted", "accepted", "passes", "preempted", "targets", "branched")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    BRANCHED_FIELD_NUMBER: _ClassVar[int]
     prompt: int
     cached: int
     completion: int
     drafted: int
     accepted: int
     passes: int
-    def __init__(self, prompt: _Optional[int] = ..., cached: _Optional[int] = ..., completion: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., passes: _Optional[int] = ...) -> None: ...
+    preempted: int
+    targets: int
+    branched: int
+    def __init__(self, prompt: _Optional[int] = ..., cached: _Optional[int] = ..., completion: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., passes: _Optional[int] = ..., preempted: _Optional[int] = ..., targets: _Optional[int] = ..., branched: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "attempt", "seed", "trace_id", "model", "model_revision", "numerics_id", "prompt_tokens")
@@ -198,16 +206,20 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., seed: _Optional[int] = ..., trace_id: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., numerics_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("index", "position", "token_ids", "text")
+    __slots__ = ("index", "position", "token_ids", "text", "logits_digests", "windows")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     index: int
     position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
-    def __init__(self, index: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ...) -> None: ...
+    logits_digests: _containers.RepeatedScalarFieldContainer[int]
+    windows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logits_digests: _Optional[_Iterable[int]] = ..., windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("index", "finish_reason", "stop_cause", "usage", "not_exact")
@@ -234,7 +246,7 @@ class GenerateEvent(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "text", "token_ids", "finish_reason", "stop_cause", "seed", "usage", "not_exact")
+    __slots__ = ("started", "text", "token_ids", "finish_reason", "stop_cause", "seed", "usage", "not_exact", "logits_digests", "windows")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +255,8 @@ class GenerateResponse(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     NOT_EXACT_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     started: Started
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -251,14 +265,16 @@ class GenerateResponse(_message.Message):
     seed: int
     usage: Usage
     not_exact: bool
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_cause: _Optional[_Union[StopCause, _Mapping]] = ..., seed: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., not_exact: bool = ...) -> None: ...
+    logits_digests: _containers.RepeatedScalarFieldContainer[int]
+    windows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_cause: _Optional[_Union[StopCause, _Mapping]] = ..., seed: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., not_exact: bool = ..., logits_digests: _Optional[_Iterable[int]] = ..., windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "model_revision", "numerics_id", "vocab_size", "context_limit", "lookahead", "sources", "chat_template", "eos_token_ids", "targets", "drafts", "max_message_bytes", "max_stop_strings", "version", "most_draft_tokens")
+    __slots__ = ("model", "model_revision", "numerics_id", "vocab_size", "context_limit", "lookahead", "sources", "chat_template", "eos_token_ids", "targets", "drafts", "max_message_bytes", "max_stop_strings", "version", "most_draft_tokens", "kv_tokens")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +290,7 @@ class GetModelInfoResponse(_message.Message):
     MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MOST_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_revision: str
     numerics_id: str
@@ -289,7 +306,8 @@ class GetModelInfoResponse(_message.Message):
     max_stop_strings: int
     version: str
     most_draft_tokens: int
-    def __init__(self, model: _Optional[str] = ..., model_revision: _Optional[str] = ..., numerics_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_limit: _Optional[int] = ..., lookahead: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., chat_template: bool = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., targets: _Optional[int] = ..., drafts: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., version: _Optional[str] = ..., most_draft_tokens: _Optional[int] = ...) -> None: ...
+    kv_tokens: int
+    def __init__(self, model: _Optional[str] = ..., model_revision: _Optional[str] = ..., numerics_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_limit: _Optional[int] = ..., lookahead: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., chat_template: bool = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., targets: _Optional[int] = ..., drafts: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., version: _Optional[str] = ..., most_draft_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -26,27 +26,27 @@ from forerun.v1 import common_pb2 as forerun_dot_v1_dot_common__pb2
 from forerun.v1 import draft_pb2 as forerun_dot_v1_dot_draft__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x66orerun/v1/target.proto\x12\nforerun.v1\x1a\x17\x66orerun/v1/common.proto\x1a\x16\x66orerun/v1/draft.proto\"\xca\x01\n\x0cTargetParams\x12&\n\x08sampling\x18\x01 \x01(\x0b\x32\x14.forerun.v1.Sampling\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12\x15\n\rend_token_ids\x18\x04 \x03(\r\x12#\n\x07sources\x18\x05 \x03(\x0e\x32\x12.forerun.v1.Source\x12\x18\n\x10max_draft_tokens\x18\x06 \x01(\r\x12\x14\n\x0ctrace_detail\x18\x07 \x01(\x08\"\x88\x01\n\x05Start\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x12\n\nprompt_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12(\n\x06params\x18\x04 \x01(\x0b\x32\x18.forerun.v1.TargetParams\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"9\n\x04Stop\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\"\x87\x01\n\rTargetCommand\x12\"\n\x05start\x18\x01 \x01(\x0b\x32\x11.forerun.v1.StartH\x00\x12(\n\x04hint\x18\x02 \x01(\x0b\x32\x18.forerun.v1.HintEnvelopeH\x00\x12 \n\x04stop\x18\x03 \x01(\x0b\x32\x10.forerun.v1.StopH\x00\x42\x06\n\x04kind\"P\n\x07Timings\x12\x12\n\nstarted_ns\x18\x01 \x01(\x04\x12\x10\n\x08\x65nded_ns\x18\x02 \x01(\x04\x12\x0e\n\x06passes\x18\x03 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x04 \x01(\r\"\x86\x02\n\x04\x45mit\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x0c\n\x04want\x18\x05 \x01(\r\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.forerun.v1.Timings\x12\"\n\x06\x66inish\x18\x07 \x01(\x0e\x32\x12.forerun.v1.Finish\x12\x0e\n\x06\x63\x61\x63hed\x18\x08 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x16\n\x0ehinted_checked\x18\n \x01(\r\x12\x17\n\x0fhinted_accepted\x18\x0b \x01(\r\"\x7f\n\x0bTargetEvent\x12 \n\x04\x65mit\x18\x01 \x01(\x0b\x32\x10.forerun.v1.EmitH\x00\x12\x1e\n\x03gap\x18\x02 \x01(\x0b\x32\x0f.forerun.v1.GapH\x00\x12&\n\x07refused\x18\x03 \x01(\x0b\x32\x13.forerun.v1.RefusedH\x00\x42\x06\n\x04kind*I\n\x06\x46inish\x12\x16\n\x12\x46INISH_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46INISH_END_TOKEN\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x66orerun/v1/target.proto\x12\nforerun.v1\x1a\x17\x66orerun/v1/common.proto\x1a\x16\x66orerun/v1/draft.proto\"\xe1\x01\n\x0cTargetParams\x12&\n\x08sampling\x18\x01 \x01(\x0b\x32\x14.forerun.v1.Sampling\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12\x15\n\rend_token_ids\x18\x04 \x03(\r\x12#\n\x07sources\x18\x05 \x03(\x0e\x32\x12.forerun.v1.Source\x12\x18\n\x10max_draft_tokens\x18\x06 \x01(\r\x12\x14\n\x0ctrace_detail\x18\x07 \x01(\x08\x12\x15\n\rlogits_digest\x18\x08 \x01(\x08\"\x88\x01\n\x05Start\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x12\n\nprompt_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12(\n\x06params\x18\x04 \x01(\x0b\x32\x18.forerun.v1.TargetParams\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"9\n\x04Stop\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\"\x87\x01\n\rTargetCommand\x12\"\n\x05start\x18\x01 \x01(\x0b\x32\x11.forerun.v1.StartH\x00\x12(\n\x04hint\x18\x02 \x01(\x0b\x32\x18.forerun.v1.HintEnvelopeH\x00\x12 \n\x04stop\x18\x03 \x01(\x0b\x32\x10.forerun.v1.StopH\x00\x42\x06\n\x04kind\"a\n\x07Timings\x12\x12\n\nstarted_ns\x18\x01 \x01(\x04\x12\x10\n\x08\x65nded_ns\x18\x02 \x01(\x04\x12\x0e\n\x06passes\x18\x03 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x04 \x01(\r\x12\x0f\n\x07windows\x18\x05 \x03(\r\"\xbc\x02\n\x04\x45mit\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x0c\n\x04want\x18\x05 \x01(\r\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.forerun.v1.Timings\x12\"\n\x06\x66inish\x18\x07 \x01(\x0e\x32\x12.forerun.v1.Finish\x12\x0e\n\x06\x63\x61\x63hed\x18\x08 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x16\n\x0ehinted_checked\x18\n \x01(\r\x12\x17\n\x0fhinted_accepted\x18\x0b \x01(\r\x12\x0f\n\x07\x64igests\x18\x0c \x03(\x06\x12\x11\n\tpreempted\x18\r \x01(\r\x12\x10\n\x08\x62ranched\x18\x0e \x01(\r\"\x7f\n\x0bTargetEvent\x12 \n\x04\x65mit\x18\x01 \x01(\x0b\x32\x10.forerun.v1.EmitH\x00\x12\x1e\n\x03gap\x18\x02 \x01(\x0b\x32\x0f.forerun.v1.GapH\x00\x12&\n\x07refused\x18\x03 \x01(\x0b\x32\x13.forerun.v1.RefusedH\x00\x42\x06\n\x04kind*I\n\x06\x46inish\x12\x16\n\x12\x46INISH_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46INISH_END_TOKEN\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forerun.v1.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISH']._serialized_start=1105
-  _globals['_FINISH']._serialized_end=1178
+  _globals['_FINISH']._serialized_start=1199
+  _globals['_FINISH']._serialized_end=1272
   _globals['_TARGETPARAMS']._serialized_start=89
-  _globals['_TARGETPARAMS']._serialized_end=291
-  _globals['_START']._serialized_start=294
-  _globals['_START']._serialized_end=430
-  _globals['_STOP']._serialized_start=432
-  _globals['_STOP']._serialized_end=489
-  _globals['_TARGETCOMMAND']._serialized_start=492
-  _globals['_TARGETCOMMAND']._serialized_end=627
-  _globals['_TIMINGS']._serialized_start=629
-  _globals['_TIMINGS']._serialized_end=709
-  _globals['_EMIT']._serialized_start=712
-  _globals['_EMIT']._serialized_end=974
-  _globals['_TARGETEVENT']._serialized_start=976
-  _globals['_TARGETEVENT']._serialized_end=1103
+  _globals['_TARGETPARAMS']._serialized_end=314
+  _globals['_START']._serialized_start=317
+  _globals['_START']._serialized_end=453
+  _globals['_STOP']._serialized_start=455
+  _globals['_STOP']._serialized_end=512
+  _globals['_TARGETCOMMAND']._serialized_start=515
+  _globals['_TARGETCOMMAND']._serialized_end=650
+  _globals['_TIMINGS']._serialized_start=652
+  _globals['_TIMINGS']._serialized_end=749
+  _globals['_EMIT']._serialized_start=752
+  _globals['_EMIT']._serialized_end=1068
+  _globals['_TARGETEVENT']._serialized_start=1070
+  _globals['_TARGETEVENT']._serialized_end=1197
 # @@protoc_insertion_point(module_scope)

@@ -18,7 +18,7 @@ FINISH_END_TOKEN: Finish
 FINISH_LENGTH: Finish
 
 class TargetParams(_message.Message):
-    __slots__ = ("sampling", "max_tokens", "min_tokens", "end_token_ids", "sources", "max_draft_tokens", "trace_detail")
+    __slots__ = ("sampling", "max_tokens", "min_tokens", "end_token_ids", "sources", "max_draft_tokens", "trace_detail", "logits_digest")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class TargetParams(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACE_DETAIL_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     sampling: _common_pb2.Sampling
     max_tokens: int
     min_tokens: int
@@ -33,7 +34,8 @@ class TargetParams(_message.Message):
     sources: _containers.RepeatedScalarFieldContainer[_common_pb2.Source]
     max_draft_tokens: int
     trace_detail: bool
-    def __init__(self, sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Source, str]]] = ..., max_draft_tokens: _Optional[int] = ..., trace_detail: bool = ...) -> None: ...
+    logits_digest: bool
+    def __init__(self, sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Source, str]]] = ..., max_draft_tokens: _Optional[int] = ..., trace_detail: bool = ..., logits_digest: bool = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("seq", "prompt_len", "tokens", "params", "traceparent")
@@ -68,19 +70,21 @@ class TargetCommand(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., hint: _Optional[_Union[_draft_pb2.HintEnvelope, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("started_ns", "ended_ns", "passes", "drafted")
+    __slots__ = ("started_ns", "ended_ns", "passes", "drafted", "windows")
     STARTED_NS_FIELD_NUMBER: _ClassVar[int]
     ENDED_NS_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     started_ns: int
     ended_ns: int
     passes: int
     drafted: int
-    def __init__(self, started_ns: _Optional[int] = ..., ended_ns: _Optional[int] = ..., passes: _Optional[int] = ..., drafted: _Optional[int] = ...) -> None: ...
+    windows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, started_ns: _Optional[int] = ..., ended_ns: _Optional[int] = ..., passes: _Optional[int] = ..., drafted: _Optional[int] = ..., windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Emit(_message.Message):
-    __slots__ = ("seq", "base_len", "tokens", "accepted", "want", "timings", "finish", "cached", "traceparent", "hinted_checked", "hinted_accepted")
+    __slots__ = ("seq", "base_len", "tokens", "accepted", "want", "timings", "finish", "cached", "traceparent", "hinted_checked", "hinted_accepted", "digests", "preempted", "branched")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +96,9 @@ class Emit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     HINTED_CHECKED_FIELD_NUMBER: _ClassVar[int]
     HINTED_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    BRANCHED_FIELD_NUMBER: _ClassVar[int]
     seq: _common_pb2.Seq
     base_len: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -103,7 +110,10 @@ class Emit(_message.Message):
     traceparent: str
     hinted_checked: int
     hinted_accepted: int
-    def __init__(self, seq: _Optional[_Union[_common_pb2.Seq, _Mapping]] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., want: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., finish: _Optional[_Union[Finish, str]] = ..., cached: _Optional[int] = ..., traceparent: _Optional[str] = ..., hinted_checked: _Optional[int] = ..., hinted_accepted: _Optional[int] = ...) -> None: ...
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    preempted: int
+    branched: int
+    def __init__(self, seq: _Optional[_Union[_common_pb2.Seq, _Mapping]] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., want: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., finish: _Optional[_Union[Finish, str]] = ..., cached: _Optional[int] = ..., traceparent: _Optional[str] = ..., hinted_checked: _Optional[int] = ..., hinted_accepted: _Optional[int] = ..., digests: _Optional[_Iterable[int]] = ..., preempted: _Optional[int] = ..., branched: _Optional[int] = ...) -> None: ...
 
 class TargetEvent(_message.Message):
     __slots__ = ("emit", "gap", "refused")

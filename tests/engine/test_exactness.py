@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cluster import Cluster, ScriptedDraft, asks
+from cluster import Cluster, ScriptedDraft, asks, level
 from models import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -64,7 +63,8 @@ def reference(folders: dict[str, str], prompts: list[list[int]]) -> list[list[in
 
 
 def target(models: dict[str, TransformersModel], name: str = "same") -> Any:
-    return lambda emit: TargetEngine(models[name], VOCAB, TargetConfig(), emit)
+    models[name].pages.forget()  # what tests before knew
+    return lambda emit: TargetEngine(models[name], VOCAB, TargetConfig(), emit, **level())
 
 
 def draft(model: TransformersModel, **config: Any) -> Any:
@@ -241,19 +241,23 @@ async def test_a_missing_kv_cut_is_seen(
     """Negative control: rejected rows stay in the KV and what follows is computed after them."""
     from target_worker.sequence import TargetSequence
 
-    run, commit = TargetSequence.run, TargetSequence.commit
-    checked: dict[Any, int] = {}
+    lay, commit = TargetSequence.lay, TargetSequence.commit
     uncut: dict[Any, int] = {}
 
-    def run_after_uncut(self: Any, share: Any) -> Any:
-        checked[self] = len(share.nodes)
-        return replace(run(self, share), start=self.kv.cached_len + uncut.get(self, 0))
+    def lay_after_uncut(self: Any, share: Any) -> Any:
+        at, rejected = self.kv.cached_len, uncut.get(self, 0)
+        self.text.tokens[at:at] = [0] * rejected
+        self.kv.cached_len += rejected
+        runs = lay(self, share)
+        del self.text.tokens[at : at + rejected]
+        self.kv.cached_len -= rejected
+        return runs
 
-    def commit_without_cut(self: Any, decided: Any) -> Any:
-        uncut[self] = uncut.get(self, 0) + checked[self] - decided.accepted
-        return commit(self, decided)
+    def commit_without_cut(self: Any, decided: Any, checked: Any) -> Any:
+        uncut[self] = uncut.get(self, 0) + len(checked) - decided.accepted
+        return commit(self, decided, checked)
 
-    monkeypatch.setattr(TargetSequence, "run", run_after_uncut)
+    monkeypatch.setattr(TargetSequence, "lay", lay_after_uncut)
     monkeypatch.setattr(TargetSequence, "commit", commit_without_cut)
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, reference, strict=True)}
     cluster = Cluster()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, asks
+from cluster import Cluster, asks, level
 
 from draft_worker.engine import DraftConfig, DraftEngine
 from forerun.core.law import filtered
@@ -30,11 +30,11 @@ class Table(SimModel):
     """Logits are a function of the last two tokens."""
 
     def __init__(self, seed: int, near: np.ndarray | None = None) -> None:
-        super().__init__(SimSpec(pass_s=0.0, step_s=0.0, vocab=VOCAB, context=64), draft=False)
+        super().__init__(SimSpec(pass_s=0.0, step_s=0.0, vocab=VOCAB, context=64), draft=False, pages=8 * BATCH)
         noise = np.random.default_rng(seed).normal(0.0, 1.2, (VOCAB, VOCAB, VOCAB))
         self.table = (noise if near is None else near + 0.5 * noise).astype(np.float32)
 
-    def _rows(self, prefixes: list[list[int]]) -> Any:
+    def _rows(self, prefixes: list[Any]) -> Any:
         if not prefixes:
             return np.zeros((0, VOCAB), np.float32)
         return np.stack([self.table[prefix[-2], prefix[-1]] for prefix in prefixes])
@@ -69,7 +69,7 @@ async def test_engines_follow_the_exact_law(verification: Verification) -> None:
     for first in range(0, DRAWS, BATCH):
         cluster = Cluster(FAULTS, seed=first)
         config = TargetConfig(max_sequences=BATCH // 5)  # those that wait their turn are drafted for meanwhile
-        cluster.attach_target(lambda emit, config=config: TargetEngine(TARGET, VOCAB, config, emit))
+        cluster.attach_target(lambda emit, config=config: TargetEngine(TARGET, VOCAB, config, emit, **level()))
         grows = DraftConfig(max_sequences=BATCH, width=2 * BATCH, row_budget=10_000)
         cluster.attach_draft(lambda emit, grows=grows: DraftEngine(DRAFT, VOCAB, grows, emit), steps=2)
         asked = (asks(LENGTH + 1, sources=[Source.MODEL], seed=first + n, **sampling) for n in range(BATCH))

@@ -11,9 +11,11 @@ from models import tiny_model
 from numpy.typing import NDArray
 
 from forerun.core.errors import ModelRefused
+from forerun.core.pages import KV
 from forerun.runtime.forward import TransformersModel
 from forerun.runtime.models import load_causal_lm
 from forerun.runtime.passes import Run
+from forerun.runtime.tiled import TiledAttention
 
 LENGTH = 150  # crosses a column tile
 
@@ -43,16 +45,19 @@ TOKENS = tuple(_RNG.randrange(256) for _ in range(LENGTH))
 
 def chunked(model: TransformersModel, sizes: list[int], company: int = 0) -> NDArray[np.float32]:
     """Logits of all positions, in chunks of these sizes in turn, beside `company` rows of another sequence."""
-    kv, other = model.new_kv(), model.new_kv()
-    model.forward([Run(other, TOKENS[:30], 0, logit_rows=1)])
+    kv, other = KV(model.pages), KV(model.pages)
+    model.forward([Run(other.extend(30 + company), TOKENS[:30], 0, logit_rows=1)])
     rows, at, turn = [], 0, 0
     while at < LENGTH:
         size = min(sizes[turn % len(sizes)], LENGTH - at)
-        runs = [Run(kv, TOKENS[at : at + size], at, logit_rows=size)]
+        runs = [Run(kv.extend(size), TOKENS[at : at + size], at, logit_rows=size)]
         if company:
-            runs.insert(0, Run(other, TOKENS[30 : 30 + company], 30, logit_rows=company))
+            runs.insert(0, Run(other.trunk, TOKENS[30 : 30 + company], 30, logit_rows=company))
         rows.append(model.forward(runs)[-1])
         at, turn = at + size, turn + 1
+        kv.cached_len = at  # nothing is published: the next text computes all its rows itself
+    kv.release()
+    other.release()
     return np.concatenate(rows)
 
 
@@ -72,51 +77,110 @@ def test_company(model: TransformersModel, one_by_one: NDArray[np.float32], comp
     assert np.array_equal(chunked(model, [6], company), one_by_one)
 
 
-def test_branches_see_their_ancestors_and_nothing_else(model: TransformersModel) -> None:
-    """Two branches grown node by node, in turn, equal the same paths decoded plainly; so does the winner's trunk."""
-    kv = model.new_kv()
-    model.forward([Run(kv, TOKENS[:20], 0, logit_rows=1)])
-    kv.extend(20)
-    paths = {"left": TOKENS[20:26], "right": TOKENS[60:66]}
-    slots: dict[str, list[int]] = {"left": [], "right": []}
+def plainly(model: TransformersModel, tokens: tuple[int, ...], logit_rows: int) -> NDArray[np.float32]:
+    kv = KV(model.pages)
+    rows = model.forward([Run(kv.extend(len(tokens)), tokens, 0, logit_rows)])[0]
+    kv.release()
+    return rows
+
+
+@pytest.mark.parametrize("base_len", [20, 124, 127, 128])
+def test_a_tree_in_one_pass(model: TransformersModel, base_len: int) -> None:
+    """A main path of six, a branch off its second node, one off that branch, one off the root, across page ends."""
+    kv = KV(model.pages)
+    model.forward([Run(kv.extend(base_len), TOKENS[:base_len], 0, logit_rows=1)])
+    kv.commit(TOKENS, base_len)
+    main, side, twig, root = TOKENS[base_len : base_len + 6], (7, 91, 14, 33), (55, 201), (99, 3)
+    trunk = Run(kv.extend(6), main, base_len, 6)
+    first = Run(kv.branch(trunk.path, base_len + 2, 4), side, base_len + 2, 4, parent=trunk)
+    second = Run(kv.branch(first.path, base_len + 5, 2), twig, base_len + 5, 2, parent=first)
+    third = Run(kv.branch(trunk.path, base_len, 2), root, base_len, 2, parent=trunk)
+    rows = model.forward([trunk, first, second, third])
+    before = TOKENS[:base_len]
+    assert np.array_equal(rows[0], plainly(model, before + main, 6))
+    assert np.array_equal(rows[1], plainly(model, before + main[:2] + side, 4))
+    assert np.array_equal(rows[2], plainly(model, before + main[:2] + side[:3] + twig, 2))
+    assert np.array_equal(rows[3], plainly(model, before + root, 2))
+    won = before + main[:2] + side[:3] + twig
+    kv.commit(won, len(won), second.path)
+    for run in (first, third):
+        kv.drop(run.path)
+    after = model.forward([Run(kv.extend(1), (5,), len(won), 1)])[0]
+    assert np.array_equal(after, plainly(model, (*won, 5), 1))
+    kv.release()
+    assert model.pages.held == 0
+
+
+def test_branches_grown_node_by_node(model: TransformersModel) -> None:
+    """As a draft does it: two branches grown in turn, in passes of their own, equal the same paths decoded plainly."""
+    kv = KV(model.pages)
+    model.forward([Run(kv.extend(20), TOKENS[:20], 0, logit_rows=1)])
+    kv.commit(TOKENS, 20)
+    texts = {"left": TOKENS[20:26], "right": TOKENS[60:66]}
+    paths = {name: kv.branch(kv.trunk, 20, 1) for name in texts}
     seen: dict[str, list[NDArray[np.float32]]] = {"left": [], "right": []}
     for depth in range(6):
-        runs = []
-        for name, path in paths.items():
-            above = tuple(slots[name])
-            slots[name] += kv.take_slots(1)
-            runs.append(Run(kv, path[depth : depth + 1], 20 + depth, 1, lay=above, keep=(slots[name][-1],)))
-        for name, rows in zip(paths, model.forward(runs), strict=True):
+        if depth:
+            for name, path in paths.items():
+                paths[name] = kv.branch(path, 20 + depth, 1)
+                kv.drop(path)
+        runs = [Run(paths[name], text[depth : depth + 1], 20 + depth, 1) for name, text in texts.items()]
+        for name, rows in zip(texts, model.forward(runs), strict=True):
             seen[name].append(rows[0])
-    for name, path in paths.items():
-        plain = model.new_kv()
-        expected = model.forward([Run(plain, TOKENS[:20] + path, 0, logit_rows=6)])[0]
-        assert np.array_equal(np.stack(seen[name]), expected)
-    kv.lay_path(slots["left"], 20)
-    kv.extend(26)
-    expected = model.forward([Run(model.new_kv(), TOKENS[:27], 0, logit_rows=1)])[0]
-    assert np.array_equal(model.forward([Run(kv, TOKENS[26:27], 26, 1)])[0], expected)
-    kv.free_slots(slots["left"] + slots["right"])
-    assert kv.used_slots == 0
+    for name, text in texts.items():
+        assert np.array_equal(np.stack(seen[name]), plainly(model, TOKENS[:20] + text, 6))
+    kv.commit(TOKENS, 26, paths["left"])
+    kv.drop(paths["right"])
+    after = model.forward([Run(kv.extend(1), TOKENS[26:27], 26, 1)])[0]
+    assert np.array_equal(after, plainly(model, TOKENS[:27], 1))
+    kv.release()
+    assert model.pages.held == 0
 
 
 def test_rollback_leaves_no_trace(model: TransformersModel, one_by_one: NDArray[np.float32]) -> None:
-    kv = model.new_kv()
-    model.forward([Run(kv, TOKENS[:100], 0, logit_rows=1)])
-    kv.extend(100)
-    model.forward([Run(kv, tuple(reversed(TOKENS[:40])), 100, logit_rows=1)])  # guesses, all wrong
-    assert np.array_equal(model.forward([Run(kv, TOKENS[100:103], 100, 3)])[0], one_by_one[100:103])
+    kv = KV(model.pages)
+    model.forward([Run(kv.extend(100), TOKENS[:100], 0, logit_rows=1)])
+    kv.commit(TOKENS, 100)
+    model.forward([Run(kv.extend(40), tuple(reversed(TOKENS[:40])), 100, logit_rows=1)])  # guesses, all wrong
+    kv.commit(TOKENS, 100)
+    assert np.array_equal(model.forward([Run(kv.extend(3), TOKENS[100:103], 100, 3)])[0], one_by_one[100:103])
     kv.truncate(10)
-    assert np.array_equal(model.forward([Run(kv, TOKENS[10:30], 10, 20)])[0], one_by_one[10:30])
+    assert np.array_equal(model.forward([Run(kv.extend(20), TOKENS[10:30], 10, 20)])[0], one_by_one[10:30])
     with pytest.raises(ValueError, match="only 10 tokens are cached"):
         kv.truncate(11)
+    kv.release()
 
 
-def test_memory_grows_with_tokens_held(model: TransformersModel) -> None:
-    short, long = model.new_kv(), model.new_kv()
-    assert short.bytes == 0
-    model.forward([Run(short, TOKENS[:10], 0, 1), Run(long, TOKENS, 0, 1)])
-    assert short.bytes < long.bytes
+def test_rollback_moves_no_bytes(model: TransformersModel) -> None:
+    """100 tokens of context or 400: nothing is copied when guesses are rolled back."""
+    assert isinstance(model.attention, TiledAttention)
+    for context in (100, 400):
+        kv = KV(model.pages)
+        model.forward([Run(kv.extend(context), (TOKENS * 3)[:context], 0, logit_rows=1)])
+        kv.commit(TOKENS * 3, context)
+        before = model.attention.bytes_moved
+        for _ in range(3):
+            model.forward([Run(kv.extend(5), (1, 2, 3, 4, 5), context, 5)])
+            kv.truncate(context)
+        assert model.attention.bytes_moved == before
+        kv.release()
+
+
+def test_a_shared_prefix_has_the_same_bits(model: TransformersModel, one_by_one: NDArray[np.float32]) -> None:
+    """Found in whole pages and in part of one, while its first owner still decodes and after it is gone."""
+    model.pages.forget()
+    first, second, third = KV(model.pages), KV(model.pages), KV(model.pages)
+    model.forward([Run(first.extend(140), TOKENS[:140], 0, logit_rows=1)])
+    first.commit(TOKENS, 140)
+    assert second.adopt(TOKENS) == 128
+    first.release(TOKENS[:140])
+    assert third.adopt(TOKENS) == 140
+    for kv in (second, third):
+        at = kv.cached_len
+        rows = model.forward([Run(kv.extend(LENGTH - at), TOKENS[at:], at, LENGTH - at)])[0]
+        assert np.array_equal(rows, one_by_one[at:])
+        kv.release()
+    assert model.pages.held == 0
 
 
 def test_tokens_differ() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.core.errors import ModelRefused
+from forerun.core.pages import KV
 from forerun.runtime.passes import Run
 from forerun.runtime.sim import SimModel, SimSpec
 
@@ -13,10 +14,11 @@ def test_acceptance_and_branches_are_as_stated() -> None:
     spec = SimSpec(accept=0.7, branch=0.4, vocab=100, step_s=0.0, pass_s=0.0)
     target, draft = SimModel(spec, draft=False), SimModel(spec, draft=True)
     count, first, second = 6000, 0, 0
+    path = KV(target.pages).extend(2)
     for number in range(count):
         prefix = (number % 100, number // 100)
-        right = int(target.forward([Run(target.new_kv(), prefix, 0, 1)])[0][0].argmax())
-        row = draft.forward([Run(draft.new_kv(), prefix, 0, 1)])[0][0]
+        right = int(target.forward([Run(path, prefix, 0, 1)])[0][0].argmax())
+        row = draft.forward([Run(path, prefix, 0, 1)])[0][0]
         order = row.argsort()[::-1]
         first += int(order[0]) == right
         second += int(order[1]) == right
@@ -27,14 +29,15 @@ def test_acceptance_and_branches_are_as_stated() -> None:
 def test_times_are_as_stated() -> None:
     slept: list[float] = []
     spec = SimSpec.parse("sim:pass=2s,row=100ms,step=500ms")
-    SimModel(spec, draft=False, sleep=slept.append).forward([Run(SimModel(spec, False).new_kv(), (1, 2, 3), 0, 1)])
-    SimModel(spec, draft=True, sleep=slept.append).forward([Run(SimModel(spec, True).new_kv(), (1,), 0, 1)])
+    for draft, tokens in ((False, (1, 2, 3)), (True, (1,))):
+        model = SimModel(spec, draft, sleep=slept.append)
+        model.forward([Run(KV(model.pages).extend(3), tokens, 0, 1)])
     assert slept == pytest.approx([2.3, 0.5], abs=0.1)
 
 
 def test_text_follows_what_the_columns_hold() -> None:
     model = SimModel(SimSpec(pass_s=0.0), draft=False)
-    clean, stale = model.new_kv(), model.new_kv()
+    clean, stale = KV(model.pages).extend(4), KV(model.pages).extend(4)
     model.forward([Run(stale, (9, 9, 9, 9), 0, 1)])
     expected = model.forward([Run(clean, (1, 2, 3), 0, 1)])[0]
     model.forward([Run(stale, (1, 2), 0, 1)])

@@ -39,6 +39,15 @@ def answer_to(prompt: str, tokens: int) -> list[int]:
     return [first + index for index in range(tokens)]
 
 
+def digest_of(token_id: int) -> int:
+    return (token_id * 0x9E3779B97F4A7C15) % (1 << 64)
+
+
+def shared_len(one: Sequence[int], other: Sequence[int]) -> int:
+    differing = (index for index, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs)
+    return next(differing, min(len(one), len(other)))
+
+
 class FakeGeneration(generation_pb2_grpc.GenerationServicer):
     """Set the fields a test needs; read `requests` and `metadata` afterwards."""
 
@@ -47,6 +56,16 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         self.breaks_after: int | None = None  # chunks, then INTERNAL
         self.hangs_after: int | None = None  # chunks, then nothing until the client is gone
         self.differs_on: set[str] = set()  # prompts whose speculative answer is wrong
+        self.logits_differ: dict[str, int] = {}  # by prompt: position whose speculative logits are wrong
+        self.digests = True  # False: none are sent, whatever was asked
+        self.usage: dict[str, int] = {}  # over what the fake counts itself
+        self.not_exact = False
+        self.waits_at: int | None = None  # tokens after which each answer waits for `go_on`
+        self.go_on = threading.Event()
+        self.patience_s = 10.0
+        self.info: dict[str, Any] = {}  # over what the fake says of itself
+        self.known: list[list[int]] = []  # token_ids of earlier prompts: prefixes found in KV
+        self.remembers = True
         self.chat_template = True
         self.trace_id = TRACE_ID
         self.requests: list[pb.GenerateRequest] = []
@@ -59,6 +78,13 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         if prompt_of(request) in self.differs_on and request.speculation.mode != pb.SpeculationParams.OFF:
             token_ids[-1] += 1
         return token_ids
+
+    def digests_of(self, request: pb.GenerateRequest, start: int, ids: Sequence[int]) -> list[int]:
+        digests = [digest_of(token_id) for token_id in ids]
+        wrong = self.logits_differ.get(prompt_of(request), -1) - start
+        if 0 <= wrong < len(digests) and request.speculation.mode != pb.SpeculationParams.OFF:
+            digests[wrong] ^= 1
+        return digests
 
     def started(self, request: pb.GenerateRequest) -> pb.Started:
         return pb.Started(
@@ -93,6 +119,9 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         token_ids = self.answer(request)
         plain = request.speculation.mode == pb.SpeculationParams.OFF
         size = 1 if plain else SPECULATIVE_CHUNK
+        prompt_ids = list(request.token_ids.token_ids)
+        cached = max((shared_len(prompt_ids, before) for before in self.known), default=0) if self.remembers else 0
+        self.known.append(prompt_ids)
         starts = range(0, len(token_ids), size)
         for index, start in enumerate(starts):
             if index == self.breaks_after:
@@ -100,32 +129,47 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
             if index == self.hangs_after:
                 self.gone.wait(30)
                 return
-            chunk = token_ids[start : start + size]
-            yield pb.GenerateEvent(chunk=pb.Chunk(position=start, token_ids=chunk, text=words(chunk)))
+            if self.waits_at is not None and start >= self.waits_at:
+                self.go_on.wait(self.patience_s)
+            ids = token_ids[start : start + size]
+            chunk = pb.Chunk(position=start, token_ids=ids, text=words(ids))
+            if request.output.logits_digest and self.digests:
+                chunk.logits_digests.extend(self.digests_of(request, start, ids))
+                chunk.windows.append(0 if plain else DRAFTED_PER_PASS)
+            yield pb.GenerateEvent(chunk=chunk)
         passes = len(starts)
-        usage = pb.Usage(
-            prompt=3,
-            completion=len(token_ids),
-            passes=passes,
-            drafted=0 if plain else DRAFTED_PER_PASS * passes,
-            accepted=0 if plain else len(token_ids) - passes,
-        )
+        counted = {
+            "prompt": 3,
+            "cached": cached,
+            "completion": len(token_ids),
+            "passes": passes,
+            "drafted": 0 if plain else DRAFTED_PER_PASS * passes,
+            "accepted": 0 if plain else len(token_ids) - passes,
+            "targets": 1,
+        }
+        usage = pb.Usage(**{**counted, **self.usage})
         cause = pb.StopCause(max_tokens=len(token_ids))
         yield pb.GenerateEvent(
-            finished=pb.Finished(finish_reason=pb.FINISH_REASON_LENGTH, stop_cause=cause, usage=usage)
+            finished=pb.Finished(
+                finish_reason=pb.FINISH_REASON_LENGTH, stop_cause=cause, usage=usage, not_exact=self.not_exact
+            )
         )
 
     def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         if self.refusal is not None:
             context.abort(*self.refusal)
-        return pb.GetModelInfoResponse(
-            model="fake",
-            numerics_id="n1",
-            lookahead=DRAFTED_PER_PASS,
-            sources=["early_exit", "ngram"],
-            chat_template=self.chat_template,
-            eos_token_ids=[2],
-        )
+        said = {
+            "model": "fake",
+            "numerics_id": "n1",
+            "lookahead": DRAFTED_PER_PASS,
+            "sources": ["early_exit", "ngram"],
+            "chat_template": self.chat_template,
+            "eos_token_ids": [2],
+            "vocab_size": 1000,
+            "context_limit": 8192,
+            "kv_tokens": 4096,
+        }
+        return pb.GetModelInfoResponse(**{**said, **self.info})
 
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         return pb.AbortResponse(found=any(seen.request_id == request.request_id for seen in self.requests))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from collections.abc import AsyncIterator, Iterator
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -17,11 +16,12 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from forerun import up
 from forerun.client import build_request
 from forerun.commands.bench import bench
 from forerun.commands.measure import Prompt, Sample, Timeline
 from forerun.commands.reference import Reference
-from forerun.commands.runs import WARM_UP, Decoding, interleave
+from forerun.commands.runs import WARM_UP, Decoding, closed_loop, interleave
 from forerun.v1 import generation_pb2 as pb
 from tests.rpc.fake_generation import FakeGeneration, prompt_of, serving
 
@@ -91,6 +91,43 @@ def test_requests_state_the_settings(fake: FakeGeneration, addr: str, prompts: s
     ]
 
 
+@pytest.mark.parametrize(("options", "seeds"), [((), [5, 6, 7]), (("--skip", "1", "--limit", "1"), [6])])
+def test_every_prompt_has_its_own_seed_whatever_the_slice(
+    fake: FakeGeneration, addr: str, prompts: str, options: tuple[str, ...], seeds: list[int]
+) -> None:
+    assert run("--addr", addr, "--prompts", prompts, "--seed", "5", *options).exit_code == 0
+    asked = {kind(request): [] for request in fake.requests}
+    for request in fake.requests:
+        if prompt_of(request) != WARM_UP.text:
+            asked[kind(request)].append(request.sampling.seed)
+    assert asked == {"plain": seeds, "speculative": seeds}
+
+
+def test_logits_that_differ_where_ids_do_not_are_told(fake: FakeGeneration, addr: str, prompts: str) -> None:
+    fake.logits_differ = {"two": 4}
+    result = run("--addr", addr, "--prompts", prompts, "--check-exact")
+    assert result.exit_code == 1
+    assert "exact: 2 of 3" in result.stdout
+    assert "differs from plain in question 81: only logits differ from position 4\n" in result.stderr
+    assert run("--addr", addr, "--prompts", prompts).exit_code == 0
+    assert [request.output.logits_digest for request in fake.requests[:2]] == [True, True]
+    assert not fake.requests[-1].output.logits_digest, "they cost time"
+
+
+def test_digests_that_do_not_come_are_no_proof(fake: FakeGeneration, addr: str, prompts: str) -> None:
+    fake.digests = False
+    result = run("--addr", addr, "--prompts", prompts, "--check-exact")
+    assert result.exit_code == 1
+    assert "a chunk of 1 tokens has 0 digests" in result.stderr
+
+
+def test_a_single_stream_is_compared_in_the_same_run(addr: str, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run("--addr", addr, "--prompts", prompts, "--streams", "2", "--single", "--json", str(out))
+    assert result.exit_code == 0, result.stderr
+    assert [entry["name"] for entry in json.loads(out.read_text())["runs"]] == ["plain", "plain-single", "speculative"]
+
+
 def test_turns_are_raw_text_where_the_model_has_no_template(fake: FakeGeneration, addr: str, prompts: str) -> None:
     fake.chat_template = False
     assert run("--addr", addr, "--prompts", prompts, "--limit", "1").exit_code == 0
@@ -101,10 +138,10 @@ def test_json_has_machine_settings_runs_and_exact(addr: str, prompts: str, tmp_p
     out = tmp_path / "out.json"
     result = run("--addr", addr, "--prompts", prompts, "--max-tokens", "7", "--json", str(out), "--check-exact")
     assert result.exit_code == 0, result.stderr
-    assert "exact: 3 of 3 answers are identical to plain's" in result.stdout
+    assert "exact: 3 of 3 answers are identical to plain's, ids and logits" in result.stdout
     found = json.loads(out.read_text())
     assert list(found) == ["machine", "settings", "runs", "exact"]
-    assert found["exact"] == {"checked": 3, "identical": 3, "differing": []}
+    assert found["exact"] == {"checked": 3, "identical": 3, "differing": [], "differences": {}}
     assert found["machine"]["cores"] >= 1
     assert found["machine"]["memory_gib"] > 0
     assert found["settings"]["sources"] == {"speculative": []}
@@ -125,29 +162,49 @@ def test_answers_that_differ_from_plain_are_named(
 ) -> None:
     out = tmp_path / "out.json"
     fake.differs_on = {"two", "three"}
-    result = run("--addr", addr, "--prompts", prompts, "--json", str(out), "--check-exact")
+    result = run("--addr", addr, "--prompts", prompts, "--max-tokens", "8", "--json", str(out), "--check-exact")
     assert result.exit_code == 1
-    assert "forerun: run speculative differs from plain in question 81, 82" in result.stderr
-    assert json.loads(out.read_text())["exact"] == {"checked": 3, "identical": 1, "differing": [81, 82]}
+    for question in (81, 82):
+        complaint = f"question {question}: ids differ from position 7, logits differ from position 7\n"
+        assert f"forerun: run speculative differs from plain in {complaint}" in result.stderr
+    assert "question 80" not in result.stderr
+    exact = json.loads(out.read_text())["exact"]
+    assert (exact["checked"], exact["identical"], exact["differing"]) == (3, 1, [81, 82])
+    assert exact["differences"]["speculative"][0] == {"question_id": 81, "ids_at": 7, "logits_at": 7}
     assert run("--addr", addr, "--prompts", prompts).exit_code == 0, "only --check-exact judges"
 
 
 def test_our_own_services_are_started_if_no_address_is_given(
     addr: str, prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, str]] = []
+    asked: list[Any] = []
 
     @asynccontextmanager
-    async def running(**options: str) -> AsyncIterator[str]:
+    async def started(options: up.UpOptions) -> AsyncIterator[up.Running]:
         asked.append(options)
-        yield addr
-        asked.append({"stopped": "yes"})
+        yield up.Running(addr, [], Path())
+        asked.append("stopped")
 
-    up: Any = ModuleType("forerun.up")
-    up.running = running
-    monkeypatch.setitem(sys.modules, "forerun.up", up)
-    assert run("--prompts", prompts, "--target", "sim:", "--draft", "ngram").exit_code == 0
-    assert asked == [{"target": "sim:", "draft": "ngram"}, {"stopped": "yes"}]
+    monkeypatch.setattr(up, "started", started)
+    core = str(min(os.sched_getaffinity(0)))
+    options = ["--dtype", "float32", "--threads", "3", "--lookahead", "16", "--max-sequences", "32", "--tp", "2"]
+    options += ["--kv-memory", "1.5GiB", "--target-cores", core, "--draft-cores", core, "--layers", "4"]
+    assert run("--prompts", prompts, "--target", "sim:", "--draft", "ngram", *options).exit_code == 0
+    expected = up.UpOptions(
+        "sim:",
+        ("ngram",),
+        0,
+        "float32",
+        16,
+        4,
+        3,
+        max_sequences=32,
+        kv_memory=3 << 29,
+        tp=2,
+        target_cores=(int(core),),
+        draft_cores=(int(core),),
+    )
+    assert asked == [expected, "stopped"]
 
 
 def test_a_failing_call_names_question_and_run(fake: FakeGeneration, addr: str, prompts: str) -> None:
@@ -172,6 +229,17 @@ def test_no_server_is_one_line(prompts: str) -> None:
         (["--prompts", "{dir}/bad.jsonl"], "bad.jsonl:2: not JSON"),
         (["--prompts", "{dir}/prompts.jsonl", "--sources", "a,"], "sources are names"),
         (["--prompts", "{dir}/prompts.jsonl", "--json", "{dir}/no/out.json"], "there is no folder"),
+        (["--prompts", "{dir}/prompts.jsonl", "--skip", "3"], "--skip 3 leaves none"),
+        (["--prompts", "{dir}/prompts.jsonl", "--scenarios", "alone,none"], "--scenarios takes some of alone,batch"),
+        (["--prompts", "{dir}/prompts.jsonl", "--scenarios", "preempt"], "leave --addr out"),
+        (["--prompts", "{dir}/prompts.jsonl", "--scenarios", "alone", "--single"], "--single: not used with"),
+        (["--prompts", "{dir}/prompts.jsonl", "--fail-every", "2"], "--fail-every: needs one of --scenarios"),
+        (["--prompts", "{dir}/prompts.jsonl", "--kv-memory", "1GiB"], "--kv-memory: of services of our own"),
+        (["--prefix", "--interfere"], "--prefix and --interfere do not go together"),
+        (["--prefix", "--limit", "3"], "--limit: not used with --prefix"),
+        (["--prefix", "--prompt-tokens", "8190"], "8206 with the question do not fit a context of 8192"),
+        (["--interfere", "--prompt-tokens", "9000"], "9000 does not fit the context limit of 8192"),
+        ([], "--prompts is missing"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(
@@ -192,14 +260,17 @@ def test_refusals_from_the_service_are_told(fake: FakeGeneration, addr: str, pro
 class Scripted:
     """A run that notes how many answers are in flight."""
 
-    def __init__(self, name: str, log: list[str], streams_most: int | None = None) -> None:
+    def __init__(self, name: str, log: list[str], streams_most: int = 99) -> None:
         self.name = name
         self.log = log
         self.streams_most = streams_most
         self.in_flight = 0
         self.most = 0
 
-    async def answer(self, prompt: Prompt, max_tokens: int) -> Sample:
+    async def answers(self, prompts: Sequence[Prompt], streams: int, max_tokens: int, told: Any) -> list[Sample]:
+        return await closed_loop(self.answer, prompts, min(streams, self.streams_most))
+
+    async def answer(self, prompt: Prompt) -> Sample:
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         await asyncio.sleep(0)  # lets the other streams begin
@@ -288,6 +359,57 @@ def test_compare_transformers_adds_two_runs(addr: str, prompts: str, tmp_path: P
     assert found["runs"][2]["ratio_to_plain"] > 0
     assert found["runs"][2]["acceptance_rate"] is None
     assert found["settings"]["compare"]["dtype"] == "float32"
+
+
+async def test_a_batch_answers_as_each_prompt_alone(tiny_model: str) -> None:
+    """Prompts of different lengths: padding must not be attended to."""
+    ticks = count()
+    reference = Reference(Decoding(12, 0.0, 0, ignore_eos=True), clock=lambda: float(next(ticks)))
+    prompts = [Prompt(number, "", " ".join(["w7 w8 w9"] * number), True) for number in (1, 3, 7)]
+    try:
+        await reference.load(tiny_model, "float32", 1, [2])
+        alone = [await reference.answer(prompt, 12, lookup=False) for prompt in prompts]
+        batch = await reference.answer_batch(prompts, 12)
+    finally:
+        reference.close()
+    assert [sample.token_ids for sample in batch] == [sample.token_ids for sample in alone]
+    assert [sample.timeline.tokens for sample in batch] == [12, 12, 12]
+    assert {sample.timeline.ttft for sample in batch} == {2.0}, "sent, prompts, first tokens"
+    assert batch[0].timeline.itl == [1.0] * 11
+
+
+async def test_answers_of_a_batch_end_at_their_end_token(tiny_model: str) -> None:
+    prompts = [Prompt(number, "", f"w{number} w8 w9", True) for number in (7, 11, 13)]
+    whole = await batch_of(tiny_model, prompts, [])
+    lengths = {}
+    for end in {token for sample in whole for token in sample.token_ids}:
+        lengths[end] = [(*sample.token_ids, end).index(end) + 1 for sample in whole]
+    end, expected = max(lengths.items(), key=lambda entry: len(set(entry[1])))
+    assert len(set(expected)) > 1, "some end before others"
+    cut = await batch_of(tiny_model, prompts, [end])
+    for before, after, length in zip(whole, cut, (min(12, length) for length in expected), strict=True):
+        assert after.token_ids == before.token_ids[:length]
+        assert after.timeline.tokens == after.passes == length
+
+
+async def batch_of(model: str, prompts: list[Prompt], ends: list[int]) -> list[Sample]:
+    reference = Reference(Decoding(12, 0.0, 0, ignore_eos=False))
+    try:
+        await reference.load(model, "float32", 1, ends)
+        return await reference.answer_batch(prompts, 12)
+    finally:
+        reference.close()
+
+
+def test_compare_in_batches_with_several_streams(addr: str, prompts: str, tmp_path: Path, tiny_model: str) -> None:
+    out = tmp_path / "out.json"
+    compare = ("--compare", "transformers", "--model", tiny_model, "--dtype", "float32", "--threads", "1")
+    options = ("--streams", "2", "--max-tokens", "5", "--ignore-eos", "--json", str(out))
+    result = run("--addr", addr, "--prompts", prompts, *options, *compare)
+    assert result.exit_code == 0, result.stderr
+    runs = json.loads(out.read_text())["runs"]
+    assert [entry["name"] for entry in runs] == ["plain", "speculative", "transformers-batched"]
+    assert (runs[2]["prompts"], runs[2]["tokens"]) == (3, 15)
 
 
 def test_compare_says_what_it_cannot_load(addr: str, prompts: str, tmp_path: Path) -> None:

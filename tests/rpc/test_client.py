@@ -166,6 +166,7 @@ def test_build_request_knows_every_field() -> None:
         "prompt_logprobs": 1,
         "echo": True,
         "trace_detail": True,
+        "logits_digest": True,
         "n": 2,
         "priority": -1,
     }

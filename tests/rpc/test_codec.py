@@ -29,12 +29,12 @@ from forerun.v1 import common_pb2, draft_pb2, target_pb2
 
 SEQ = SeqId("r", 3)
 SAMPLING = Sampling(0.7, 5, 0.9, 0.25, (1 << 64) - 1, Verification.REJECTION)
-TARGET_PARAMS = TargetParams(SAMPLING, 9, 2, frozenset({1, 2}), (Source.NGRAM, Source.MODEL), 4, True)
+TARGET_PARAMS = TargetParams(SAMPLING, 9, 2, frozenset({1, 2}), (Source.NGRAM, Source.MODEL), 4, True, True)
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 TARGET_COMMANDS = [Start(SEQ, 2, (1, 2, 3), TARGET_PARAMS, PARENT), Stop(SEQ, PARENT)]
 TARGET_EVENTS = [
-    Emit(SEQ, 4, (5, 6), 1, 2, 1, 24, 10, 20, None, 3, PARENT, 2, 1),
+    Emit(SEQ, 4, (5, 6), 1, 2, 1, 24, 10, 20, None, 3, PARENT, 2, 1, (0, (1 << 64) - 1), 6, (2, 0), 1),
     Emit(SEQ, 4, (5,), 0, 0, 1, 0, finish=Finish.LENGTH),
     Gap(SEQ, 7, PARENT),
     Refused(SEQ, "no", True, PARENT),
@@ -155,6 +155,15 @@ def test_emits_merge_while_unsent() -> None:
     assert (merged.base_len, merged.tokens, merged.finish, merged.want) == (4, (5, 6, 7), Finish.END_TOKEN, 12)
     assert (merged.accepted, merged.drafted, merged.passes) == (1, 4, 2)
     assert (merged.started_ns, merged.ended_ns, merged.cached) == (10, 40, 2)
+
+
+def test_merged_emits_keep_a_digest_per_token_and_a_window_per_pass() -> None:
+    first = Emit(SEQ, 4, (5, 6), 1, 3, 1, 24, digests=(50, 60), preempted=1, windows=(3,), branched=1)
+    second = Emit(SEQ, 6, (7,), 0, 1, 1, 12, digests=(70,), preempted=2, windows=(1,))
+    merged = first.then(second)
+    assert merged.digests == (50, 60, 70)
+    assert merged.windows == (3, 1)
+    assert (merged.preempted, merged.branched) == (3, 1)
 
 
 def test_syncs_merge_while_unsent() -> None:

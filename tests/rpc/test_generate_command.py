@@ -82,7 +82,17 @@ def test_json_holds_everything(addr: str) -> None:
         "stop_cause": {"max_tokens": 8},
         "not_exact": False,
         "seed": 11,
-        "usage": {"prompt": 3, "cached": 0, "completion": 8, "drafted": 12, "accepted": 5, "passes": 3},
+        "usage": {
+            "prompt": 3,
+            "cached": 0,
+            "completion": 8,
+            "drafted": 12,
+            "accepted": 5,
+            "passes": 3,
+            "preempted": 0,
+            "targets": 1,
+            "branched": 0,
+        },
         "started": {
             "request_id": "mine",
             "attempt": 0,

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from forerun.commands.measure import (
-    Exactness,
     Prompt,
     Record,
     Sample,
     Timeline,
     blocks,
-    exactness,
     parse_prompts,
     parse_sources,
     percentiles,
@@ -138,17 +136,6 @@ def test_categories_compare_the_time_of_their_own_answers() -> None:
     assert categories["qa"]["tokens_per_s"] == 2.0
 
 
-def test_exactness_names_what_differs() -> None:
-    plain = Record("plain", [sample(q, token_ids=(q, 1)) for q in (7, 8, 9)])
-    same = Record("ngram", [sample(q, token_ids=(q, 1)) for q in (7, 8, 9)])
-    other = Record("early_exit", [sample(q, token_ids=(q, 1 + (q == 8))) for q in (7, 8, 9)])
-    shorter = Record("both", [sample(q, token_ids=(q, 1)[: 2 - (q == 8)]) for q in (7, 8, 9)])
-    assert exactness(plain, [same]) == Exactness(3, 3, {})
-    found = exactness(plain, [same, other, shorter])
-    assert found == Exactness(9, 7, {"early_exit": [8], "both": [8]})
-    assert found.as_json() == {"checked": 9, "identical": 7, "differing": [8]}
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -174,7 +161,7 @@ def test_prompt_file() -> None:
         "",
         '{"prompt": "raw"}',
     ]
-    assert parse_prompts(lines, "p.jsonl") == [Prompt(81, "writing", "first", True), Prompt(3, "", "raw", False)]
+    assert parse_prompts(lines, "p.jsonl") == [Prompt(81, "writing", "first", True, 0), Prompt(3, "", "raw", False, 1)]
 
 
 @pytest.mark.parametrize(

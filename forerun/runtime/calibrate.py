@@ -1,0 +1,70 @@
+"""Measures what a pass costs before the first request: rows, KV tiles, and with them the workspace it needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from forerun.core.cost import Load, PassCost
+from forerun.core.pages import KV, TILE
+from forerun.runtime.passes import Model, Run
+
+ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LOGIT_ROWS = 32
+"""Up to so many rows are nodes, which are all judged; more are a prompt's."""
+
+FAR = 8
+"""Tiles of the longest context that is tried."""
+
+REPEATS = 2
+LONGEST_S = 6.0
+"""For all of it: a slow model is measured more coarsely."""
+
+
+def measure(model: Model, row_budget: int, clock: Callable[[], float] = time.perf_counter) -> PassCost:
+    """A cost curve of this model on this machine, as it is now; a few seconds. Nothing is left in KV."""
+    try:
+        return _measure(model, row_budget, clock)
+    finally:
+        model.pages.forget()
+
+
+def _measure(model: Model, row_budget: int, clock: Callable[[], float]) -> PassCost:
+    began = clock()
+    reach = min(FAR, model.pages.count)
+    path = KV(model.pages).extend(min(reach * TILE, model.context_limit))
+
+    def seconds(rows: int, start: int) -> float:
+        """The best of some: what disturbs a pass only makes it longer."""
+        tokens = tuple(at * 31 % model.vocab_size for at in range(rows))
+        run = Run(path, tokens, start, rows if rows <= LOGIT_ROWS else 1)
+        best = float("inf")
+        for _ in range(REPEATS):
+            at = clock()
+            model.forward([run])
+            best = min(best, clock() - at)
+            if clock() - began > LONGEST_S:
+                break
+        return best
+
+    room = len(path.pages) * TILE
+    most = min(row_budget, room, model.context_limit - 1)
+    seconds(most, 0)  # the largest first: it sizes the workspace, and warms up
+    curve = [(rows, seconds(rows, 0)) for rows in ROWS if rows <= most]
+    tile_s = row_tile_s = 0.0
+    far = (reach - 1) * TILE
+    if far > TILE and curve[-1][0] >= 64:
+        near = dict(curve)
+        # A run of r rows after `far` columns reads as many more tiles as there are in them.
+        one = max(0.0, seconds(1, far) - near[1]) / (reach - 1)
+        many = max(0.0, seconds(64, far) - near[64]) / (reach - 1)
+        row_tile_s = max(0.0, many - one) / 63
+        tile_s = max(0.0, one - row_tile_s)
+    return PassCost(
+        [(rows, max(took - _tiles(rows, tile_s, row_tile_s), 1e-9)) for rows, took in curve], tile_s, row_tile_s
+    )
+
+
+def _tiles(rows: int, tile_s: float, row_tile_s: float) -> float:
+    load = Load.of_run(rows, 0)
+    return tile_s * load.tiles + row_tile_s * load.row_tiles

@@ -1,0 +1,101 @@
+"""Memory of a worker: how much of it KV may take, and what is said of it at start."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.core.errors import ModelRefused
+from forerun.core.pages import TILE
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.25
+"""Of the memory that is free once the weights are there, what KV may take unless told: other workers live here too."""
+
+GPU_SHARE = 0.9
+"""The same on a GPU, which a worker has to itself; the rest is workspace."""
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes, as stated at start. KV is a bound: what is not used is not touched."""
+
+    baseline: int  # resident before the model was loaded
+    weights: int
+    kv: int
+    kv_tokens: int
+    workspace: int  # what the largest passes needed
+
+    def __str__(self) -> str:
+        return (
+            f"memory: weights {self.weights / MIB:.0f} MiB, KV up to {self.kv / MIB:.0f} MiB ({self.kv_tokens} tokens)"
+            f", workspace {self.workspace / MIB:.0f} MiB, beside {self.baseline / MIB:.0f} MiB of program"
+        )
+
+
+def kv_pages(page_bytes: int, sequences: int, context_limit: int, budget: int) -> int:
+    """Pages that `budget` bytes hold, but no more than can ever be used. Raises ModelRefused: not even two fit."""
+    most = sequences * (-(-context_limit // TILE) + 1)
+    pages = min(budget // page_bytes, most)
+    if pages < 2:
+        raise ModelRefused(
+            f"KV needs at least {2 * page_bytes / MIB:.1f} MiB, two pages of {TILE} tokens; "
+            f"there are {budget / MIB:.1f} MiB for it (--kv-memory)"
+        )
+    return pages
+
+
+def kv_budget(device: str, claimed: int = 0) -> int:
+    """Bytes that KV may take unless told: a share of what is free once `claimed` bytes more are taken."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(GPU_SHARE * max(0, torch.cuda.mem_get_info(device)[0] - claimed))
+    return int(SHARE * max(0, free_bytes() - claimed))
+
+
+def free_bytes() -> int:
+    """What this process may still take: of the machine, and of its control group if that is bounded."""
+    free = _meminfo().get("MemAvailable", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            bound = int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+        free = min(free, max(bound, 0))
+    return free
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where that is not told."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back() -> None:
+    """What was freed while loading goes back to the system, where the C library knows how."""
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def _meminfo() -> dict[str, int]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}

@@ -1,0 +1,203 @@
+"""Bad model folders end the start with one clear line; a pickle is never read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forerun.core.errors import ModelRefused
+from forerun.runtime.folders import read_entries
+from forerun.runtime.models import load_causal_lm
+from forerun.runtime.shards import load_shard
+from tests.models import tiny_model
+
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(tiny_model(tmp_path))
+
+
+def in_shards(folder: Path) -> dict[str, str]:
+    """The model in two files with an index."""
+    whole = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(whole)
+    parts = {"one.safetensors": names[:9], "two.safetensors": names[9:]}
+    for file, held in parts.items():
+        save_file({name: whole[name] for name in held}, folder / file, metadata={"format": "pt"})
+    where = {name: file for file, held in parts.items() for name in held}
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    return where
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+class Trap:
+    """Unpickling it leaves a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+def missing_shard(folder: Path) -> None:
+    in_shards(folder)
+    (folder / "two.safetensors").unlink()
+
+
+def shard_without_its_weight(folder: Path) -> None:
+    where = in_shards(folder)
+    (folder / INDEX).write_text(json.dumps({"weight_map": where | {"model.norm.bias": "one.safetensors"}}))
+
+
+def index_that_leads_out(folder: Path) -> None:
+    where = in_shards(folder)
+    (folder / INDEX).write_text(json.dumps({"weight_map": where | {WEIGHT: "../one.safetensors"}}))
+
+
+def unreadable_index(folder: Path) -> None:
+    in_shards(folder)
+    (folder / INDEX).write_text('{"weight_map": 3}')
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def cut_shard(folder: Path) -> None:
+    in_shards(folder)
+    path = folder / "two.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def cut_in_the_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def longer(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+
+
+def empty(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def web_page(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"<!DOCTYPE html><html>404</html>")
+
+
+def no_json(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
+
+
+def wrong_offsets(folder: Path) -> None:
+    header = json.dumps({WEIGHT: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 8]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
+
+
+def wrong_shape(folder: Path) -> None:
+    changed(folder, lambda weights: weights.update({WEIGHT: torch.zeros(64, 32)}))
+
+
+def int8(folder: Path) -> None:
+    changed(folder, lambda weights: weights.update({WEIGHT: weights[WEIGHT].to(torch.int8)}))
+
+
+def float8(folder: Path) -> None:
+    changed(folder, lambda weights: weights.update({WEIGHT: weights[WEIGHT].to(torch.float8_e4m3fn)}))
+
+
+def quantised(folder: Path) -> None:
+    path = folder / "config.json"
+    described = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    path.write_text(json.dumps(described))
+
+
+def only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({WEIGHT: Trap(folder / "sprung")}))
+
+
+def nothing(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def incomplete(folder: Path) -> None:
+    changed(folder, lambda weights: weights.pop(WEIGHT))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (missing_shard, rf"lacks 'two\.safetensors', one of 1 of 2 files of weights that {INDEX} names"),
+        (shard_without_its_weight, r"one\.safetensors holds no 'model\.norm\.bias', though"),
+        (index_that_leads_out, r"names '\.\./one\.safetensors', which is no file of this folder"),
+        (unreadable_index, "is no index of weights"),
+        (cut, r"model\.safetensors is cut off: \d+ bytes, and \d+ are expected"),
+        (cut_shard, r"two\.safetensors is cut off: \d+ bytes, and \d+ are expected"),
+        (cut_in_the_header, r"model\.safetensors is cut off: 100 bytes, less than its header of \d+"),
+        (longer, r"is longer than its header says: \d+ bytes, and \d+ are expected"),
+        (empty, "is cut off: 0 bytes"),
+        (web_page, "is no safetensors file: its header would be"),
+        (no_json, "has no readable header: JSONDecodeError"),
+        (wrong_offsets, "has no readable header: ValueError: .* would lie in bytes 0 to 8"),
+        (wrong_shape, rf"'{WEIGHT}' in .*model\.safetensors is of shape \[64, 32\]; .*asks for \[64, 64\]"),
+        (int8, rf"'{WEIGHT}' in .*model\.safetensors is of dtype I8; .*F32, BF16, F16"),
+        (float8, rf"'{WEIGHT}' in .* is of dtype F8_E4M3; .*quantised ones are not"),
+        (quantised, "holds quantised weights; only plain float32"),
+        (only_pickles, r"holds pickle weights only \(pytorch_model\.bin\); .*Convert it to safetensors.*save_pretrained"),
+        (nothing, "holds no weights"),
+        (incomplete, rf"'{WEIGHT}'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_bad_folder_is_refused_in_one_line(folder: Path, harm: Callable[[Path], None], why: str, ranks: int) -> None:
+    harm(folder)
+    with pytest.raises(ModelRefused, match=why) as refused:
+        if ranks == 1:
+            load_causal_lm(str(folder), "float32", attention="eager")
+        else:
+            load_shard(str(folder), "float32", None, 1, ranks)
+    assert "\n" not in str(refused.value)
+    assert not (folder / "sprung").exists()
+
+
+def test_the_trap_would_spring(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Trap(tmp_path / "sprung")))
+    assert (tmp_path / "sprung").exists()
+
+
+def test_a_pickle_beside_safetensors_is_left_alone(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(folder / "sprung")))
+    load_causal_lm(str(folder), "float32", attention="eager")
+    assert not (folder / "sprung").exists()
+
+
+def test_shards_are_read_as_one(folder: Path) -> None:
+    whole = {name: (entry.dtype, entry.shape) for name, entry in read_entries(str(folder)).items()}
+    in_shards(folder)
+    entries = read_entries(str(folder))
+    assert {name: (entry.dtype, entry.shape) for name, entry in entries.items()} == whole
+    assert {entry.file.name for entry in entries.values()} == {"one.safetensors", "two.safetensors"}
+    assert whole[WEIGHT] == ("F32", (64, 64))
