@@ -2,9 +2,9 @@
 
     python benchmarks/tp_pass.py [--passes 40] [--gloo]
 
-SmolLM2 in 3 ranks (9 heads, 3 KV heads) and a random model of the same size with 8 heads in 2 ranks, float32, one thread
-a rank. Passes of the split and the unsplit model take turns, decoding one token at 128 of context. Nothing gets
-faster on two cores: this bounds what splitting costs where cores are few, and shows what the exchanges do.
+SmolLM2 in 3 ranks (9 heads, 3 KV heads) and a random model of the same size with 8 heads in 2 ranks, float32, one
+thread a rank. Passes of the split and the unsplit model take turns, decoding one token at 128 of context. Nothing
+gets faster on two cores: this bounds what splitting costs where cores are few, and shows what the exchanges do.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Lineup:
             sequence = self._all[self._queued[0]]
             sequence.admit()
             due = sum(other.pages_due for other in self.running)
-            # One page more than is due for each that runs: without it the newcomer would soon have to go again.
-            if self._running and due + sequence.pages_due + len(self._running) > self._pages.available:
+            # One page to spare, for whoever grows next; more would leave KV unused for what may never come.
+            if self._running and due + sequence.pages_due + 1 > self._pages.available:
                 sequence.kv.release(sequence.text.tokens)
                 break
             key = self._queued.popleft()

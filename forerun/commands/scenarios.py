@@ -30,8 +30,15 @@ STAGGER_S = 0.15
 ROOM = 2.5
 """KV of the preempt scenario, in sequences as long as the longest."""
 
-PROBE = 512 << 20
-"""Bytes of KV with which a target is asked how many tokens they hold."""
+PROBE = 256 << 20
+"""Bytes of KV with which a target is asked first how many tokens they hold."""
+
+PROBES = 4
+"""A target takes no more than it could ever use, so the first answers may overstate a token's bytes."""
+
+CLOSE = 1.25
+LEAST_SPARE = 256
+"""Tokens beyond the longest sequence that fit in any case: two pages, however the target rounds."""
 
 MOST_STREAMS = 32
 
@@ -101,8 +108,8 @@ class Scenarios:
     async def _preempt(self) -> None:
         """So little KV, and so many answers at once, that they take it from one another."""
         kv_memory = self.plan.preempt_kv or await self._scarce_kv()
-        streams = self._crowd()
-        async with self.services.open(kv_memory=kv_memory, max_sequences=streams) as opened:
+        async with self.services.open(kv_memory=kv_memory, max_sequences=MOST_STREAMS) as opened:
+            streams = self._crowd(opened.info.kv_tokens)
             for name in (PLAIN, *self.plan.sources):
                 samples = await self._answers(self._run(opened, name), self._shuffled(), streams)
                 self._judge(PREEMPT, name, samples)
@@ -172,17 +179,24 @@ class Scenarios:
         return [sample.prompt_tokens + len(sample.token_ids) for sample in self.reference]
 
     async def _scarce_kv(self) -> int:
-        """Bytes for ROOM sequences as long as the longest, by what a target says of PROBE bytes."""
-        async with self.services.open(kv_memory=PROBE) as opened:
-            tokens = opened.info.kv_tokens
-        if not tokens:
-            raise InvalidRequest("this target does not state how many tokens its KV holds; name --preempt-kv")
-        return math.ceil(ROOM * max(self._lengths()) * PROBE / tokens)
+        """Bytes for ROOM sequences as long as the longest, by what targets say that some bytes hold."""
+        longest = max(self._lengths())
+        wanted = max(ROOM * longest, longest + LEAST_SPARE)
+        budget = PROBE
+        for _ in range(PROBES):
+            async with self.services.open(kv_memory=budget, draft=("none",)) as opened:
+                tokens = opened.info.kv_tokens
+            if not tokens:
+                raise InvalidRequest("this target does not state how many tokens its KV holds; name --preempt-kv")
+            if tokens <= CLOSE * wanted:
+                break
+            budget = math.ceil(budget * wanted / tokens)
+        return budget
 
-    def _crowd(self) -> int:
-        """Streams whose sequences, of average length, are twice what the scarce KV holds."""
+    def _crowd(self, kv_tokens: int) -> int:
+        """Streams whose sequences, of average length, are twice what KV holds."""
         lengths = self._lengths()
-        wanted = math.ceil(2 * ROOM * max(lengths) * len(lengths) / sum(lengths))
+        wanted = math.ceil(2 * kv_tokens * len(lengths) / sum(lengths))
         return min(max(self.plan.streams, wanted), MOST_STREAMS)
 
 

@@ -82,14 +82,14 @@ def filtered(logits: Logits, sampling: Sampling) -> Law:
     """
     size = len(logits)
     mass: float | None = None  # of everything top_p sees; None: of the listed ids
+    cut = True
     if sampling.top_k and sampling.top_k < size:
         ids = _ordered(logits, sampling.top_k)
     elif sampling.top_p < 1.0:
         ids, mass = _nucleus_candidates(logits, sampling)
     else:
-        ids = np.arange(size, dtype=np.int64)
-    scaled = logits[ids].astype(np.float64) / sampling.temperature
-    weights = np.exp(scaled - scaled.max())
+        cut, ids = False, np.arange(size, dtype=np.int64)
+    weights = _weights(logits[ids] if cut else logits, sampling.temperature)
     if sampling.top_p < 1.0:
         reached = np.cumsum(weights)
         kept = int(np.searchsorted(reached, sampling.top_p * (reached[-1] if mass is None else mass))) + 1
@@ -97,13 +97,21 @@ def filtered(logits: Logits, sampling: Sampling) -> Law:
     keep = weights >= sampling.min_p if sampling.min_p > 0.0 else weights > 0.0
     if not keep.all():
         ids, weights = ids[keep], weights[keep]
-    return Law(ids, weights / weights.sum())
+    weights /= weights.sum()
+    return Law(ids, weights)
+
+
+def _weights(logits: Logits, temperature: float) -> NDArray[np.float64]:
+    """Probabilities relative to the likeliest. In place: new arrays of this size cost more than what is computed."""
+    weights = logits.astype(np.float64)
+    weights /= temperature
+    weights -= weights.max()
+    return np.exp(weights, out=weights)
 
 
 def _nucleus_candidates(logits: Logits, sampling: Sampling) -> tuple[NDArray[np.int64], float]:
     """Ids in order, at least as many as the nucleus holds, and the mass of all (relative to the peak)."""
-    scaled = logits.astype(np.float64) / sampling.temperature
-    weights = np.exp(scaled - scaled.max())
+    weights = _weights(logits, sampling.temperature)
     mass = float(weights.sum())
     ids = _ordered(logits, _NEAR)
     if len(ids) < len(logits) and float(weights[ids].sum()) < sampling.top_p * mass:

@@ -76,23 +76,23 @@ class SharedEnds:
         self.world = world
         self._memory = os.memfd_create("forerun-exchange")
         os.ftruncate(self._memory, 2 * world * SLOT_BYTES)
-        self._sockets: list[dict[int, socket.socket]] = [{} for _ in range(world)]
+        self._sockets: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(world)}
         for one in range(world):
             for other in range(one):
                 self._sockets[one][other], self._sockets[other][one] = socket.socketpair()
 
-    def end(self, rank: int) -> SharedEnd:
-        """For another process; call it where a child is being started."""
+    def of_child(self, rank: int) -> SharedEnd:
+        """To be passed to a process that is being started."""
         return SharedEnd(rank, self.world, reduction.DupFd(self._memory), self._sockets[rank])
 
-    def own(self, timeout_s: float) -> SharedExchange:
-        """Rank 0's."""
-        return SharedExchange(0, self.world, os.dup(self._memory), self._sockets[0], timeout_s)
+    def take(self, rank: int, timeout_s: float) -> SharedExchange:
+        """For this process, which owns it from here on."""
+        return SharedExchange(rank, self.world, os.dup(self._memory), self._sockets.pop(rank), timeout_s)
 
     def release(self) -> None:
-        """After the others were started: only while nobody here holds their ends does one's death show as such."""
+        """Once the children are started: only while nobody here holds their ends does one's death show as such."""
         os.close(self._memory)
-        for sockets in self._sockets[1:]:
+        for sockets in self._sockets.values():
             for end in sockets.values():
                 end.close()
 
@@ -149,17 +149,16 @@ class SharedExchange:
         """Everybody has come so far. The number of the turn is sent: ranks out of step would mix passes up."""
         self._turn += 1
         turn = bytes([self._turn % 256])
-        peer = 0
-        try:
+        for speak in (True, False):
             for peer, end in self._sockets.items():
-                end.send(turn)
-            for peer, end in self._sockets.items():
-                if (answer := end.recv(1)) != turn:
+                try:
+                    answer = turn[: end.send(turn)] if speak else end.recv(1)
+                except BlockingIOError:
+                    raise PeerLost(peer, f"has not answered within {self._timeout_s:g} s") from None
+                except OSError as error:
+                    raise PeerLost(peer, f"is gone ({error.strerror})") from error
+                if answer != turn:
                     raise PeerLost(peer, "is out of step" if answer else "is gone")
-        except BlockingIOError:
-            raise PeerLost(peer, f"has not answered within {self._timeout_s:g} s") from None
-        except OSError as error:
-            raise PeerLost(peer, f"is gone ({error.strerror})") from error
 
 
 # --- torch.distributed -------------------------------------------------------------------------------

@@ -93,7 +93,8 @@ class TransformersModel:
         shape, pages = self._shape, self.pages.count
         if self._device.type != "cuda":
             return TiledAttention(shape.layers, pages, shape.heads, shape.kv_heads, shape.head_dim)
-        from forerun.runtime.cuda import GraphedForward, VarlenAttention, choose, make_exact
+        from forerun.runtime.cuda import GraphedForward, VarlenAttention
+        from forerun.runtime.cuda_kernels import choose, make_exact
 
         make_exact()
         kernel = choose(shape.heads, shape.kv_heads, shape.head_dim, self._dtype, self._device, self.context_limit)
@@ -174,6 +175,7 @@ class TransformersModel:
         tokens = tuple(number * 37 % self.vocab_size for number in range(count))
         try:
             whole = self.forward([Run(KV(self.pages).extend(count), tokens, 0, count)])[0]
+            self.pages.forget()
             if whole.shape != (count, self.vocab_size) or not np.isfinite(whole).all():
                 raise ModelRefused(f"{name} gave logits of shape {whole.shape}, or not finite ones")
             if exact and not self._alone_and_in_company(tokens, whole):

@@ -123,6 +123,8 @@ def load_causal_lm(folder: str, dtype: str, layers: int | None = None, attention
     if missing := sorted(found[1]["missing_keys"]):
         raise ModelRefused(f"{folder} lacks {len(missing)} weights of its model, {missing[0]!r} the first")
     model.eval().requires_grad_(False)
+    for weight in model.parameters():
+        weight.data = weight.data.clone()  # out of the mapped file: one view would keep all of it in memory
     return model
 
 
@@ -132,6 +134,8 @@ def described(
     """The configuration, and the model it describes without a byte of weights (torch's meta device)."""
     import torch
     from transformers import AutoModelForCausalLM
+
+    import forerun.runtime.attention  # noqa: F401  makes the name "forerun" known
 
     if dtype not in DTYPES:
         raise ModelRefused(f"dtype {dtype!r} is not known; one of: {', '.join(DTYPES)}")

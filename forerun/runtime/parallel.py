@@ -10,6 +10,7 @@ Rank 0 keeps its weights; all KV is gone.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import multiprocessing
@@ -65,6 +66,7 @@ class Group:
 
     def launch(self) -> None:
         """Start the processes; they load while rank 0 does."""
+        atexit.register(self.stop)  # before multiprocessing ends its children, which would look like their death
         spec = self.spec
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOAD])
@@ -75,10 +77,10 @@ class Group:
         if ends is None:
             self.exchange = TorchExchange(0, spec.ranks, rendezvous, spec.backend, spec.timeout_s)
         else:
-            self.exchange = ends.own(spec.timeout_s)
+            self.exchange = ends.take(0, spec.timeout_s)
         host, port = self._server.getsockname()[:2]
         for rank in range(1, spec.ranks):
-            seat = Seat(spec, rank, (host, port), self._key, ends.end(rank) if ends else rendezvous)
+            seat = Seat(spec, rank, (host, port), self._key, ends.of_child(rank) if ends else rendezvous)
             process = context.Process(target=run_child, args=(seat,), name=f"forerun-rank-{rank}", daemon=True)
             process.start()
             self._processes[rank] = process
@@ -133,6 +135,7 @@ class Group:
     def stop(self) -> None:
         """Kill every rank, stopped ones too."""
         self._ending = True
+        atexit.unregister(self.stop)
         self.exchange.close()
         for process in self._processes.values():
             process.kill()
@@ -249,7 +252,7 @@ class ParallelModel(TransformersModel):
     def execute(self, batch: Batch) -> Tensor:
         """[len(batch.wanted), vocab] float32 on the CPU."""
         self._group.send(batch.to_bytes())
-        ask_rows(self._model, len(batch.wanted))
+        ask_rows(self._model, batch)
         try:
             return super().execute(batch)
         except PeerLost as lost:

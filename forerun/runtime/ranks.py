@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Client, Connection
 
 import torch
@@ -25,6 +26,7 @@ from forerun.core.errors import ModelRefused
 from forerun.runtime.batch import Batch
 from forerun.runtime.exchange import Exchange, PeerLost, SharedEnd, SharedExchange, TorchExchange
 from forerun.runtime.forward import TransformersModel
+from forerun.runtime.memory import give_back
 from forerun.runtime.shards import ask_rows, connect, load_shard
 
 log = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ class RankModel(TransformersModel):
         """Rank 0 proves for all of them: a pass of one alone would wait for the others."""
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        ask_rows(self._model, len(batch.wanted))
+        ask_rows(self._model, batch)
         return super().execute(batch)
 
 
@@ -129,6 +131,7 @@ def _compute(seat: Seat, control: Connection) -> None:
         share = load_shard(spec.folder, spec.dtype, spec.layers, seat.rank, spec.ranks, device)
         connect(share, exchange)
         model = RankModel(share, spec.context_limit, spec.pages)
+        give_back()
         _say(control, state="loaded")
         if control.recv_bytes() != b"open":
             return
@@ -145,7 +148,12 @@ def _say(control: Connection, **message: object) -> None:
 
 
 def _end_with_parent() -> None:
-    """The fork server, whose child this is, ends with rank 0's process (Linux)."""
-    if sys.platform.startswith("linux"):
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    """At once, even if this process is stopped or stuck: when rank 0's process ends, the fork server does, whose child
+    this is (Linux). The fork server lives as long as anybody holds a certain pipe, so this process must not."""
+    if not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    held = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_alive_fd", None)
+    if held is not None:
+        os.close(held)

@@ -3,8 +3,8 @@
     colwise:  y_r = x W_r^T + b_r          W_r: rows of W; each rank has some of the outputs, whole heads of them
     rowwise:  y = round(sum_r x_r W_r^T + b)    W_r: columns of W; summed in rank order in float32, rounded once
 
-Which layer is which is the model's own metadata (`tp_plan` of transformers). A colwise layer is just a smaller nn.Linear.
-Embeddings and norms are whole on every rank; the head has its rows if the vocabulary divides.
+Which layer is which is the model's own metadata (`tp_plan` of transformers). A colwise layer is just a smaller
+nn.Linear. Embeddings and norms are whole on every rank; the head has its rows if the vocabulary divides.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from forerun.core.errors import ModelRefused
+from forerun.runtime.batch import Batch
 from forerun.runtime.exchange import Exchange
 from forerun.runtime.folders import Entry, check_shapes, read_entries
 from forerun.runtime.models import described
@@ -95,11 +96,11 @@ def connect(model: nn.Module, exchange: Exchange) -> None:
             module.exchange = exchange
 
 
-def ask_rows(model: nn.Module, rows: int) -> None:
-    """How many rows of logits the next pass is asked for; padding below them need not travel."""
+def ask_rows(model: nn.Module, batch: Batch) -> None:
+    """How many rows of logits the pass is asked for: padding need not travel. On GPUs shapes are constant."""
     for module in model.modules():
         if isinstance(module, GatheredColumns):
-            module.rows = rows
+            module.rows = len(batch.wanted) if next(model.parameters()).device.type == "cpu" else None
 
 
 # --- the plan ----------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
     sim:pass=20ms,row=0.2ms,step=2ms,accept=0.8,branch=0.3,vocab=1000,context=4096
 
+A pass takes `pass` and `row` for each of its rows, a hundredth of `pass` unless said: wide trees are not free.
+
 The target's next token is a hash of the tokens before it, read back *from the KV columns*, so a
 wrong rollback changes the text as it would with a real model. A draft of the same name guesses that
 token first with chance `accept`, decided by the same hash; if not, second with chance `branch`.
@@ -36,13 +38,17 @@ class SimSpec:
     """What is simulated. Times in seconds."""
 
     pass_s: float = 0.020  # a target pass
-    row_s: float = 0.0  # each further row of it
+    row_s: float | None = None  # each of its rows; None: a hundredth of pass_s
     step_s: float = 0.002  # a draft step
     accept: float = 0.8  # chance that the draft's first guess is the target's token
     branch: float = 0.3  # chance that its runner-up is, if the first guess is not
     vocab: int = 1000
     context: int = 4096
     seed: int = 0
+
+    def pass_of(self, rows: int) -> float:
+        """Seconds of a target pass: a wide tree is not free."""
+        return self.pass_s + rows * (self.pass_s / 100 if self.row_s is None else self.row_s)
 
     @classmethod
     def parse(cls, model: str) -> SimSpec:
@@ -97,7 +103,7 @@ class SimModel:
             end = run.start + len(run.tokens) + 1
             answers.append(self._rows([text[:length] for length in range(end - run.logit_rows, end)]))
         rows = len(batch.tokens)
-        wanted = self.spec.step_s if self._draft else self.spec.pass_s + self.spec.row_s * rows
+        wanted = self.spec.step_s if self._draft else self.spec.pass_of(rows)
         left = wanted - (time.perf_counter() - began)
         if left > 0:
             self._sleep(left)

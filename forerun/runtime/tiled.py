@@ -21,6 +21,7 @@ from forerun.core.pages import TILE
 from forerun.runtime.batch import Batch
 
 _LEAST_QUERY_ROWS = 4
+_MOST_SLICES = 6
 
 
 @dataclass(slots=True)
@@ -67,6 +68,7 @@ class TiledAttention:
         self._values = torch.zeros((layers, pages + 1, kv_heads, TILE, head_dim))
         self._groups: list[Group] = []
         self._write = torch.zeros((0, 3), dtype=torch.int64)
+        self._stretches: list[tuple[int, int, int, int]] = []
         self._touched: set[int] = set()  # pages ever written
         self.bytes_moved = 0  # by page copies, since start
 
@@ -78,6 +80,7 @@ class TiledAttention:
             self.bytes_moved += len(batch.copies) * self._page_bytes
         self._touched.update(batch.writes[:, 1].tolist(), batch.copies[:, 1].tolist())
         self._write = torch.from_numpy(batch.writes.copy())
+        self._stretches = _stretches(batch.writes)
         self._groups = group(batch, self._least_rows)
 
     @property
@@ -100,15 +103,24 @@ class TiledAttention:
         heads, rows, width = query.shape
         kv_heads = key.shape[0]
         keys, values = self._keys[layer], self._values[layer]
-        row, page, column = self._write.unbind(1)
-        keys[page, :, :, column] = key.float().index_select(1, row).transpose(0, 1)
-        values[page, :, column] = value.float().index_select(1, row).transpose(0, 1)
+        self._store(keys, values, key.float(), value.float())
         out = query.new_zeros((rows, heads, width))
         grouped = (query.float() * scale).view(kv_heads, heads // kv_heads, rows, width)
         for part in self._groups:
             mixed = _attend_group(part, grouped, keys, values, part.mask(window), softcap)
             out.index_copy_(0, part.target, mixed.to(out.dtype))
         return out
+
+    def _store(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
+        """New rows go to their columns: stretches of them as slices while there are few, which is faster."""
+        if len(self._stretches) <= _MOST_SLICES:
+            for row, page, column, count in self._stretches:
+                keys[page, :, :, column : column + count] = key[:, row : row + count].transpose(1, 2)
+                values[page, :, column : column + count] = value[:, row : row + count]
+            return
+        rows, pages, columns = self._write.unbind(1)
+        keys[pages, :, :, columns] = key.index_select(1, rows).transpose(0, 1)
+        values[pages, :, columns] = value.index_select(1, rows).transpose(0, 1)
 
 
 def _attend_group(
@@ -207,6 +219,14 @@ def _group(
         deep,
         [torch.from_numpy(by_tile[:n, tile].copy()) for tile, n in enumerate(deep)],
     )
+
+
+def _stretches(writes: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
+    """(row, page, column, count): neighbouring rows that go to neighbouring columns of one page."""
+    breaks = np.flatnonzero((np.diff(writes, axis=0) != (1, 0, 1)).any(axis=1)) + 1
+    starts = [0, *breaks.tolist()]
+    ends = [*breaks.tolist(), len(writes)]
+    return [(*writes[start].tolist(), end - start) for start, end in zip(starts, ends, strict=True)]
 
 
 def _spans(pages: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:

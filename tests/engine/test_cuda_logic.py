@@ -16,10 +16,11 @@ from torch import Tensor
 
 from forerun.core.errors import ModelRefused
 from forerun.core.pages import KV, Pages
-from forerun.runtime import cuda
+from forerun.runtime import cuda_kernels
 from forerun.runtime.attention import PassState, current_pass
 from forerun.runtime.batch import Batch, lower
-from forerun.runtime.cuda import GraphedForward, Kernel, Size, VarlenAttention, bucket, choose, cut, flaw, lay, ways
+from forerun.runtime.cuda import GraphedForward, Kernel, Size, VarlenAttention, bucket, cut, lay
+from forerun.runtime.cuda_kernels import choose, flaw, ways
 from forerun.runtime.forward import TransformersModel
 from forerun.runtime.models import load_causal_lm
 from forerun.runtime.passes import Run
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def kernel(in_place: bool, starts: bool = True) -> Kernel:
-    return Kernel("reference", cuda.reference_varlen_attn, in_place, starts)
+    return Kernel("reference", cuda_kernels.reference_varlen_attn, in_place, starts)
 
 
 def batch_of(
@@ -278,7 +279,7 @@ def test_ways(varlen: set[str], operator: set[str], flash: str | None, page: int
 
 
 def test_this_torch_has_a_way() -> None:
-    assert [made.name for made in cuda.kernels()] == ["FA2 gathered"]
+    assert [made.name for made in cuda_kernels.kernels()] == ["FA2 gathered"]
 
 
 def check(broken: Any, in_place: bool = False) -> str | None:
@@ -288,17 +289,17 @@ def check(broken: Any, in_place: bool = False) -> str | None:
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_an_exact_kernel_passes_the_probe(in_place: bool) -> None:
-    assert check(cuda.reference_varlen_attn, in_place) is None
+    assert check(cuda_kernels.reference_varlen_attn, in_place) is None
 
 
 def test_kernels_that_are_not_exact_fail_the_probe() -> None:
     def wider(*args: Any, **kwargs: Any) -> Tensor:
         left, right = kwargs.pop("window_size")
-        return cuda.reference_varlen_attn(*args, window_size=(left + (left >= 0), right), **kwargs)
+        return cuda_kernels.reference_varlen_attn(*args, window_size=(left + (left >= 0), right), **kwargs)
 
     def by_company(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         rows = int(kwargs["seqused_k"].count_nonzero())
-        return cuda.reference_varlen_attn(query * (1 + 0.004 * rows), *args, **kwargs)
+        return cuda_kernels.reference_varlen_attn(query * (1 + 0.004 * rows), *args, **kwargs)
 
     def absent(*args: Any, **kwargs: Any) -> Tensor:
         raise RuntimeError("paged KV needs\nanother torch")
@@ -322,11 +323,11 @@ def test_what_no_kernel_can_do_is_refused(heads: int, head_dim: int, dtype: torc
 
 
 def test_refusal_names_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "kernels", lambda page: [kernel(True)])
-    monkeypatch.setattr(cuda, "flaw", lambda *_: "its results are wrong")
+    monkeypatch.setattr(cuda_kernels, "kernels", lambda page: [kernel(True)])
+    monkeypatch.setattr(cuda_kernels, "flaw", lambda *_: "its results are wrong")
     with pytest.raises(ModelRefused, match="no attention that is exact on cpu: reference: its results are wrong"):
         choose(4, 2, 64, torch.bfloat16, CPU, context_limit=32)
-    monkeypatch.setattr(cuda, "kernels", lambda page: [])
+    monkeypatch.setattr(cuda_kernels, "kernels", lambda page: [])
     with pytest.raises(ModelRefused, match=r"no varlen attention with seqused_k"):
         choose(4, 2, 64, torch.bfloat16, CPU, context_limit=32)
 
@@ -345,7 +346,7 @@ def matmul_settings() -> Iterator[None]:
 def test_sums_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    cuda.make_exact()
+    cuda_kernels.make_exact()
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is False
     assert torch.get_float32_matmul_precision() == "highest"
 

@@ -84,7 +84,7 @@ def test_pickles_on_the_hub_are_never_fetched(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     wanted: list[list[str]] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub(tmp_path, wanted))
-    with pytest.raises(ModelRefused, match="holds no .safetensors files; weights in pickles"):
+    with pytest.raises(ModelRefused, match=r"holds no \.safetensors files; weights in pickles"):
         resolve("org/name")
     assert len(wanted) == 1
     assert resolve("org/name", weights=False) == str(tmp_path)

@@ -45,6 +45,11 @@ def test_text_follows_what_the_columns_hold() -> None:
     assert (model.forward([Run(stale, (3,), 3, 1)])[0] != expected).any()
 
 
+def test_every_row_costs() -> None:
+    assert SimSpec.parse("sim:pass=20ms").pass_of(10) == pytest.approx(0.022)
+    assert SimSpec.parse("sim:pass=20ms,row=0ms").pass_of(10) == pytest.approx(0.020)
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [

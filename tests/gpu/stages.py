@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from forerun.core.pages import KV, TILE
-from forerun.runtime import cuda
+from forerun.runtime import cuda_kernels
 from forerun.runtime.batch import Batch
 from forerun.runtime.cuda import ROW_TILE, VarlenAttention
 from forerun.runtime.forward import TransformersModel
@@ -107,14 +107,14 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 @torch.inference_mode()
 def attention(report: Report) -> None:
     device = torch.device("cuda")
-    cuda.make_exact()
+    cuda_kernels.make_exact()
     for heads, kv_heads, head_dim in ((32, 8, 128), (9, 3, 64), (16, 8, 256)):
         shape = f"{heads} heads, {kv_heads} KV heads, head_dim {head_dim}"
-        for page in (TILE, cuda.FLASH_PAGE):
-            for kernel in cuda.kernels(page):
-                wrong = cuda.flaw(kernel, heads, kv_heads, head_dim, torch.bfloat16, device, 8192, page)
+        for page in (TILE, cuda_kernels.FLASH_PAGE):
+            for kernel in cuda_kernels.kernels(page):
+                wrong = cuda_kernels.flaw(kernel, heads, kv_heads, head_dim, torch.bfloat16, device, 8192, page)
                 print(f"     {shape}, {kernel.name}: {wrong or 'exact'}")
-        chosen = cuda.choose(heads, kv_heads, head_dim, torch.bfloat16, device, 8192)
+        chosen = cuda_kernels.choose(heads, kv_heads, head_dim, torch.bfloat16, device, 8192)
         report.check(f"an exact kernel for {shape}", True, chosen.name)
     long_context(report)
     products(report)
@@ -125,7 +125,7 @@ def long_context(report: Report, length: int = 4000, width: int = 64) -> None:
     """The last rows of a long run one by one, eight at once, and beside many others; times of a layer."""
     device, heads, kv_heads, head_dim = torch.device("cuda"), 32, 8, 128
     pages = -(-length // TILE)
-    kernel = cuda.choose(heads, kv_heads, head_dim, torch.bfloat16, device, 8192)
+    kernel = cuda_kernels.choose(heads, kv_heads, head_dim, torch.bfloat16, device, 8192)
     held = VarlenAttention(
         kernel,
         layers=1,
@@ -349,7 +349,7 @@ def model(report: Report, device: str = "cuda", dtype: str = "bfloat16") -> None
 
 def speed(report: Report) -> None:
     """An 8B shape: is it exact, and what does a pass cost?"""
-    cuda.make_exact()
+    cuda_kernels.make_exact()
     config = LlamaConfig(**EIGHT_B, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
     began = time.perf_counter()
     with torch.device("cuda"):

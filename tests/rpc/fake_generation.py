@@ -60,6 +60,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         self.digests = True  # False: none are sent, whatever was asked
         self.usage: dict[str, int] = {}  # over what the fake counts itself
         self.not_exact = False
+        self.preempts = True  # where KV is scarce
         self.waits_at: int | None = None  # tokens after which each answer waits for `go_on`
         self.go_on = threading.Event()
         self.patience_s = 10.0

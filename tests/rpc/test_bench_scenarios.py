@@ -18,7 +18,7 @@ from forerun.commands import runs, scenarios
 from forerun.commands.bench import bench
 from forerun.commands.loss import Loss
 from forerun.commands.measure import Prompt, Sample, Timeline
-from forerun.commands.runs import closed_loop
+from forerun.commands.runs import Asked, Decoding, closed_loop
 from forerun.v1 import generation_pb2 as pb
 from tests.rpc.fake_generation import FakeGeneration, prompt_of, serving
 
@@ -27,6 +27,11 @@ app.command()(bench)
 
 PROMPTS = 5
 TOKENS = 9
+PER_TOKEN = 1000
+"""Bytes of the fake's KV."""
+
+MOST_KV = 30_000
+"""Tokens beyond which the fake takes no memory."""
 
 
 @pytest.fixture
@@ -78,8 +83,11 @@ def opened(fake: FakeGeneration, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
             names = [f"target-{number}" for number in range(1, options.targets + 1)]
             fake.usage.clear()
             fake.waits_at = 6 if options.targets > 1 else None
-            if options.kv_memory is not None and options.kv_memory != scenarios.PROBE:
-                fake.usage["preempted"] = 1
+            if options.kv_memory is not None:
+                fake.usage["preempted"] = int(fake.preempts)
+                fake.info.setdefault("kv_tokens", 1)
+                if fake.info["kv_tokens"]:
+                    fake.info["kv_tokens"] = min(MOST_KV, options.kv_memory // PER_TOKEN)
             yield FakeRunning(address, [FakeTarget(name, fake, life) for name in names], Path())
 
         monkeypatch.setattr(up, "started", started)
@@ -125,18 +133,27 @@ def test_all_scenarios_pass_and_are_reported(
 
 def test_services_are_ours_and_made_for_the_scenario(opened: list[up.UpOptions], prompts: str) -> None:
     assert run(prompts, "preempt,failover").exit_code == 0
-    plain, probe, scarce, pair = opened
+    plain, *probes, scarce, pair = opened
     assert (plain.kv_memory, plain.targets) == (None, 1)
-    assert probe.kv_memory == scenarios.PROBE
-    # The fake's prompts have 3 tokens, its KV holds 4,096 in what it is given.
-    per_token = scenarios.PROBE / 4096
+    assert [probe.draft for probe in probes] == [("none",)] * len(probes)
+    assert probes[0].kv_memory == scenarios.PROBE, "of which the target takes only what it can use"
+    assert scarce.kv_memory == probes[-1].kv_memory
     assert scarce.kv_memory is not None
-    assert scarce.kv_memory / per_token == pytest.approx(2.5 * (3 + TOKENS), abs=0.1)
-    assert scarce.max_sequences == 5, "streams of average length that are twice what fits"
+    longest = 3 + TOKENS  # the fake's prompts have 3 tokens
+    assert scarce.kv_memory // PER_TOKEN == pytest.approx(longest + scenarios.LEAST_SPARE, rel=scenarios.CLOSE - 1)
+    assert scarce.max_sequences == scenarios.MOST_STREAMS
     assert (pair.targets, pair.kv_memory) == (2, None)
     opened.clear()
     assert run(prompts, "preempt", "--preempt-kv", "7MiB").exit_code == 0
     assert [options.kv_memory for options in opened] == [None, 7 << 20]
+
+
+@pytest.mark.parametrize(("kv_tokens", "streams"), [(100, 20), (0, 8), (10_000, scenarios.MOST_STREAMS)])
+def test_so_many_streams_that_kv_is_short(kv_tokens: int, streams: int) -> None:
+    made: Any = scenarios.Scenarios(scenarios.ScenarioPlan((), Asked("", 0, (), {}), Decoding(8, 0.0, 0, False)), None)  # type: ignore[arg-type]
+    timeline = Timeline(0, (), 0)
+    made.reference = [Sample(Prompt(n, "", "", True), (1, 2), timeline, 1, prompt_tokens=4 + 4 * n) for n in range(3)]
+    assert made._crowd(kv_tokens) == streams, "sequences of 10 on average"
 
 
 def test_targets_take_turns_at_being_killed_in_every_so_many_blocks(opened: list[up.UpOptions], prompts: str) -> None:
@@ -219,8 +236,8 @@ def test_what_is_wrong_is_told(fake: FakeGeneration, opened: list[up.UpOptions],
     assert complaint in result.stderr
 
 
-def test_no_preemption_is_a_failure(opened: list[up.UpOptions], prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scenarios, "PROBE", 7 << 20)  # what the fixture takes for plenty
+def test_no_preemption_is_a_failure(fake: FakeGeneration, opened: list[up.UpOptions], prompts: str) -> None:
+    fake.preempts = False
     result = run(prompts, "preempt", "--preempt-kv", "7MiB")
     assert result.exit_code == 1
     assert "preempt, run plain: no sequence lost its KV" in result.stderr

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from forerun.core import pick as pick_module
+from forerun.core.cost import PassCost
 from forerun.core.formulas import acceptance, coupled_acceptance_bound
 from forerun.core.law import Law, as_law, draft_law, filtered, judge, residual
 from forerun.core.noise import Domain, uniform, uniforms
@@ -173,7 +174,7 @@ class Loop:
         if self.case.siblings:
             return range(1, len(tree))
         k = self.case.lookahead
-        (share,) = plan_pass([Waiting(0, 1, tree, k)], k + 1, 64)
+        (share,) = plan_pass([Waiting(0, 1, 0, tree, k, self.case.sampling.chain_only)], k + 1, 64, PassCost())
         return share.nodes
 
     # The loop:

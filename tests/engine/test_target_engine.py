@@ -1,0 +1,293 @@
+"""The target by itself: KV runs out, prefixes are shared, trees are checked, a group is lost; the text stays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster import level
+from models import tiny_model
+from numpy.typing import NDArray
+
+from forerun.core.cost import PassCost
+from forerun.core.errors import GroupLost
+from forerun.core.messages import Emit, Hinted, Refused, Start, Stop, TargetParams
+from forerun.core.pages import TILE
+from forerun.core.params import Sampling, SeqId, Source
+from forerun.core.sequence import TAIL, Hint
+from forerun.core.tree import ROOT, TokenTree
+from forerun.runtime.forward import TransformersModel
+from forerun.runtime.models import load_causal_lm
+from forerun.runtime.passes import Run
+from target_worker.engine import TargetConfig, TargetEngine
+
+VOCAB, CONTEXT, N = 256, 512, 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("models") / "target", layers=2, seed=1)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def model_of(folder: str, dtype: str = "float32", pages: int = 64, kind: Any = TransformersModel) -> TransformersModel:
+    torch.set_num_threads(1)
+    model: TransformersModel = kind(load_causal_lm(folder, dtype), CONTEXT, pages)
+    return model
+
+
+class Told:
+    """An engine and what it said."""
+
+    def __init__(self, model: TransformersModel, config: TargetConfig | None = None, **more: Any) -> None:
+        self.events: list[Any] = []
+        self.engine = TargetEngine(
+            model, VOCAB, config or TargetConfig(), lambda link, event: self.events.append(event), **(level() | more)
+        )
+        self.serial = 0
+
+    def start(self, prompt: Sequence[int], max_tokens: int = N, **params: Any) -> SeqId:
+        self.serial += 1
+        seq = SeqId(f"r{self.serial}")
+        sampling = params.pop("sampling", Sampling(temperature=0.0))
+        asked = TargetParams(sampling, max_tokens, logits_digest=True, **params)
+        self.engine.handle("link", Start(seq, len(prompt), tuple(prompt), asked))
+        return seq
+
+    def settle(self) -> int:
+        passes = 0
+        while self.engine.step():
+            passes += 1
+            assert passes < 5000, "the engine has no end"
+        return passes
+
+    def emits(self, seq: SeqId) -> list[Emit]:
+        return [event for event in self.events if isinstance(event, Emit) and event.seq == seq]
+
+    def answer(self, seq: SeqId) -> tuple[list[int], list[int]]:
+        """Tokens and digests."""
+        emits = self.emits(seq)
+        return [t for emit in emits for t in emit.tokens], [d for emit in emits for d in emit.digests]
+
+
+def prompts(count: int, length: int, seed: int = 5) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for _ in range(count)]
+
+
+def alone(folder: str, dtype: str, asked: Sequence[Sequence[int]], **params: Any) -> list[tuple[list[int], list[int]]]:
+    """Each prompt by itself, plainly, with room for everything."""
+    model = model_of(folder, dtype)
+    answers = []
+    for prompt in asked:
+        model.pages.forget()
+        told = Told(model)
+        seq = told.start(prompt, **params)
+        told.settle()
+        answers.append(told.answer(seq))
+    return answers
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_preempted_sequences_go_on_with_the_same_bits(folder: str, dtype: str, temperature: float) -> None:
+    """Six that need three pages each in the end, and eight pages: they take turns, and nobody notices."""
+    asked = prompts(6, 2 * TILE - 40)
+    sampling = Sampling(temperature=temperature, seed=7)
+    told = Told(model_of(folder, dtype, pages=8))
+    seqs = [told.start(prompt, 60, sampling=sampling) for prompt in asked]
+    told.settle()
+    assert [told.answer(seq) for seq in seqs] == alone(folder, dtype, asked, max_tokens=60, sampling=sampling)
+    assert told.engine.lineup.preemptions > 0
+    assert sum(emit.preempted for seq in seqs for emit in told.emits(seq)) == told.engine.lineup.preemptions
+    assert told.engine._model.pages.held == 0
+
+
+def test_without_room_sequences_wait_and_what_can_never_fit_is_refused(folder: str) -> None:
+    told = Told(model_of(folder, pages=3))
+    seqs = [told.start(prompt, 20) for prompt in prompts(5, 2 * TILE)]
+    hopeless = told.start(prompts(1, 3 * TILE)[0], 20)
+    (refused,) = (event for event in told.events if isinstance(event, Refused))
+    assert refused.seq == hopeless
+    assert f"the context limit is {3 * TILE - 1}" in refused.reason
+    told.settle()
+    assert all(len(told.answer(seq)[0]) == 20 for seq in seqs)
+
+
+def test_a_shared_prefix_is_computed_once(folder: str) -> None:
+    model = model_of(folder)
+    system, (first, second) = prompts(1, 300)[0], prompts(2, 20, seed=6)
+    expected = alone(folder, "float32", [system + first, system + second])
+    told = Told(model)
+    one = told.start(system + first)
+    told.settle()
+    two = told.start(system + second)
+    told.settle()
+    assert [told.answer(one), told.answer(two)] == expected
+    assert [emit.cached for emit in told.emits(one)] == [0] * N
+    assert told.emits(two)[0].cached == 300
+    assert sum(emit.cached for emit in told.emits(two)) == 300, "told once"
+
+
+def test_two_that_run_share_their_prefix_and_one_may_end(folder: str) -> None:
+    system = prompts(1, 300)[0]
+    tails = prompts(3, 9, seed=8)
+    expected = alone(folder, "float32", [system + tail for tail in tails])
+    told = Told(model_of(folder))
+    seqs = [told.start(system + tails[0])]
+    for _ in range(4):  # its prompt is in KV
+        told.engine.step()
+    seqs += [told.start(system + tail) for tail in tails[1:]]
+    told.engine.step()
+    told.engine.handle("link", Stop(seqs[0]))
+    told.settle()
+    assert [told.answer(seq) for seq in seqs[1:]] == expected[1:]
+    assert told.engine._model.pages.held == 0
+
+
+def hint_of(prefix: Sequence[int], paths: Sequence[Sequence[tuple[int, float]]]) -> Hint:
+    """A tree of these lines of (token, score)."""
+    tree = TokenTree(prefix[-1])
+    for path in paths:
+        node = ROOT
+        for token, score in path:
+            node = tree.add(node, token, score, Source.MODEL)
+    return Hint(len(prefix), tuple(prefix[-TAIL:]), tree)
+
+
+@pytest.mark.parametrize("length", [20, TILE - 3, TILE - 1, TILE])
+def test_a_correction_among_the_siblings_is_accepted_in_the_same_pass(folder: str, dtype: str, length: int) -> None:
+    """The likelier line is wrong at its second token; the branch there is right, and holds on for three more."""
+    (prompt,) = prompts(1, length)
+    ((right, digests),) = alone(folder, dtype, [prompt])
+    told = Told(model_of(folder, dtype))
+    seq = told.start(prompt, sources=(Source.MODEL,), max_draft_tokens=16)
+    wrong = [(token + 1) % VOCAB for token in right]
+    lines = [
+        [(right[0], 0.9), (wrong[1], 0.6), (wrong[2], 0.6), (wrong[3], 0.6)],
+        [(right[0], 0.9), (right[1], 0.3), (right[2], 0.9), (right[3], 0.9), (right[4], 0.9)],
+        [(wrong[0], 0.1), (wrong[5], 0.2)],
+    ]
+    told.engine.handle("link", Hinted(seq, hint_of(prompt, lines)))
+    told.settle()
+    first = told.emits(seq)[0]
+    assert (first.accepted, first.tokens, first.branched) == (5, tuple(right[:6]), 1)
+    assert first.windows == (10,)
+    assert first.drafted == 5, "positions, not nodes"
+    assert told.answer(seq) == (right, digests)
+    assert told.engine._model.pages.held == 0
+
+
+def test_trees_give_way_when_pages_are_short(folder: str) -> None:
+    """Guesses are a luxury: without a page for a branch it is not checked, and nobody is preempted for it."""
+    (prompt,) = prompts(1, 2 * TILE - 50)
+    ((right, digests),) = alone(folder, "float32", [prompt])
+    told = Told(model_of(folder, pages=2))
+    seq = told.start(prompt, sources=(Source.MODEL,), max_draft_tokens=16)
+    lines = [[(right[0], 0.9)], [((right[0] + 1) % VOCAB, 0.5)], [((right[0] + 2) % VOCAB, 0.4)]]
+    told.engine.handle("link", Hinted(seq, hint_of(prompt, lines)))
+    told.settle()
+    first = told.emits(seq)[0]
+    assert (first.accepted, first.branched) == (1, 0)
+    assert told.answer(seq) == (right, digests)
+    assert told.engine.lineup.preemptions == 0
+
+
+def test_saturated_passes_check_nothing(folder: str) -> None:
+    """Where every row costs as much as a token brings, hints are left alone; where rows are free they are taken."""
+    (prompt,) = prompts(1, 1)
+    ((right, _),) = alone(folder, "float32", [prompt])
+    line = [[(token, 0.8) for token in right[:8]]]
+    checked = {}
+    for name, cost in (("free", PassCost([(1, 1.0), (256, 1.0)])), ("dear", PassCost([(1, 1.0), (256, 256.0)]))):
+        told = Told(model_of(folder), cost=cost)
+        seq = told.start(prompt, sources=(Source.MODEL,), max_draft_tokens=16)
+        told.engine.handle("link", Hinted(seq, hint_of(prompt, line)))
+        told.settle()
+        checked[name] = told.emits(seq)[0].windows
+    assert checked == {"free": (8,), "dear": (0,)}
+
+
+def test_a_long_prompt_shares_passes_with_those_that_decode(folder: str) -> None:
+    """Every pass gives every decoding sequence its token, and the prompt as many rows as it may be prolonged by."""
+    told = Told(model_of(folder), cost=PassCost([(1, 1.0), (256, 64.0)]))
+    decoding = [told.start(prompt, 60) for prompt in prompts(3, 4)]
+    told.engine.step()
+    newcomer = told.start(prompts(1, 300)[0], 5)
+    passes = 0
+    while not told.emits(newcomer):
+        before = [len(told.emits(seq)) for seq in decoding]
+        told.engine.step()
+        passes += 1
+        assert [len(told.emits(seq)) - had for seq, had in zip(decoding, before, strict=True)] == [1, 1, 1]
+    assert 300 / 128 + 1 < passes <= 300 / 16 + 1
+    told.settle()
+
+
+class Failing(TransformersModel):
+    """Loses its group once, in the pass before which `fail` was set."""
+
+    fail = False
+    lost = 0
+
+    def forward(self, runs: Sequence[Run]) -> list[NDArray[np.float32]]:
+        if self.fail:
+            self.fail = False
+            self.lost += 1
+            raise GroupLost("rank 1 was ended by SIGKILL")
+        return super().forward(runs)
+
+    def restart(self) -> None:
+        self.attention = self._paged_attention()  # other memory: nothing of the old is there
+        super().restart()
+
+
+def test_a_lost_group_costs_time_and_no_token(folder: str, dtype: str) -> None:
+    asked = [*prompts(2, 20), *prompts(2, 200)]
+    model = model_of(folder, dtype, kind=Failing)
+    assert isinstance(model, Failing)
+    told = Told(model)
+    seqs = [told.start(prompt) for prompt in asked]
+    for steps in (1, 6, 3):  # in the prefill, between tokens, and again
+        for _ in range(steps):
+            told.engine.step()
+        model.fail = True
+    told.settle()
+    assert model.lost == 3
+    assert [told.answer(seq) for seq in seqs] == alone(folder, dtype, asked)
+
+
+class Poisoned(TransformersModel):
+    """What follows token 13 is not a number, in KV and logits."""
+
+    def forward(self, runs: Sequence[Run]) -> list[NDArray[np.float32]]:
+        logits = super().forward(runs)
+        for run, rows in zip(runs, logits, strict=True):
+            if 13 in run.tokens:
+                self.attention._keys[:, run.path.pages[-1]] = float("nan")  # type: ignore[attr-defined]
+                self.attention._values[:, run.path.pages[-1]] = float("nan")  # type: ignore[attr-defined]
+                rows[:] = float("nan")
+        return logits
+
+
+def test_what_is_not_a_number_ends_one_sequence_and_leaves_nothing_behind(folder: str) -> None:
+    healthy = [token + (token == 13) for token in prompts(1, 40)[0]]
+    ((right, digests),) = alone(folder, "float32", [healthy])
+    model = model_of(folder, pages=2, kind=Poisoned)
+    told = Told(model)
+    sick = told.start([1, 2, 13])
+    told.settle()
+    (refused,) = (event for event in told.events if isinstance(event, Refused))
+    assert refused.seq == sick
+    assert "not numbers" in refused.reason
+    for _ in range(2):  # in every page there is
+        seq = told.start(healthy, 12)
+        told.settle()
+        assert told.answer(seq) == (right[:12], digests[:12])
