@@ -64,16 +64,17 @@ def compare(name: str, folder: str, ranks: int, passes: int, shared: bool) -> No
     try:
         one, many = decoding(unsplit), decoding(split)
         took: dict[str, list[float]] = {"one thread": [], f"{cores} threads": [], f"{ranks} ranks": []}
+        print(f"{name}: load of the machine {os.getloadavg()[0]:.1f}")
         for _ in range(WARM + passes):
             torch.set_num_threads(1)
             took["one thread"].append(timed(one))
             took[f"{ranks} ranks"].append(timed(many))
             torch.set_num_threads(cores)
             took[f"{cores} threads"].append(timed(one))
-        middle = {what: statistics.median(times[WARM:]) for what, times in took.items()}
-        print(f"{name}: " + ", ".join(f"{what} {ms:.1f} ms" for what, ms in middle.items()))
-        for what in ("one thread", f"{cores} threads"):
-            print(f"  {ranks} ranks take {middle[f'{ranks} ranks'] / middle[what]:.2f} x unsplit on {what}")
+        for how, of in (("median", statistics.median), ("best", min)):
+            ms = {what: of(times[WARM:]) for what, times in took.items()}
+            print(f"{name}, {how}: " + ", ".join(f"{what} {value:.1f} ms" for what, value in ms.items()), end="; ")
+            print(", ".join(f"{ms[f'{ranks} ranks'] / ms[what]:.2f} x {what}" for what in list(ms)[:2]))
     finally:
         split.close()
 

@@ -1,7 +1,7 @@
 """Which attention kernel of a GPU may be used: the ones this torch has, tried at start for what exactness needs.
 
 A kernel is taken if a row's bits do not depend on the other rows of its run or on other runs, and it computes what
-plain torch does. Nothing here falls back to one that does not: a machine without one is refused, saying what each lacks.
+plain torch does. Nothing here falls back to one that does not: a machine without one is refused, saying why.
 """
 
 from __future__ import annotations

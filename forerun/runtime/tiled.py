@@ -18,34 +18,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.core.pages import TILE
-from forerun.runtime.batch import Batch
+from forerun.runtime.batch import Batch, Ints
 
-_LEAST_QUERY_ROWS = 4
+_LEAST_LINES = 4
 _MOST_SLICES = 6
 
 
 @dataclass(slots=True)
 class Group:
-    """Runs of about as many rows and pages, computed together. Short runs repeat their last row."""
+    """Runs of about as many rows and pages, computed together.
+
+    A run's *lines* are its rows times the query heads of one KV head, at least _LEAST_LINES of them; short runs
+    repeat their last. An *entry* is one page read by one run. Indices are of rows of the named tensor, as they lie.
+    """
 
     runs: int
-    rows: int  # of each run, repetitions included
+    lines: int  # of each run, repetitions included
     tiles: int  # of the longest run
-    row: Tensor  # [runs * rows] row of the pass
-    real: Tensor | None  # which of them are no repetition; None: all
-    target: Tensor  # [real rows] row of the pass
-    position: Tensor  # [runs, rows]
     spans: list[tuple[int, int, int, int]]  # pages [a, b) are entries [c, d)
-    owner: Tensor  # [entries] run that reads the page
-    table: Tensor  # [runs * tiles] entry of each tile; any where there is none
-    back: Tensor  # [entries] index into `table`
-    in_order: bool  # entries are the table
+    query: Tensor  # [entries * kv_heads * lines] of [rows * heads, head_dim]
+    target: Tensor  # [runs * kv_heads * lines] of the same
+    side_by_side: Tensor | None  # [runs * kv_heads * lines * tiles] of [entries * kv_heads * lines, TILE]; None: as is
+    apart: Tensor | None  # [entries * kv_heads * lines] of [runs * kv_heads * lines * tiles, TILE]
     deep: list[int]  # by tile: how many runs have so many; they come first
     tile: list[Tensor]  # by tile: [deep] entries
+    position: Tensor  # [runs, lines]
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window
 
     def mask(self, window: int | None) -> Tensor:
-        """[runs, 1, 1, rows, tiles * TILE]: 0 where a row sees a column, -inf elsewhere."""
+        """[runs, 1, lines, tiles * TILE]: 0 where a line sees a column, -inf elsewhere."""
         known = self.masks.get(window)
         if known is None:
             column = torch.arange(self.tiles * TILE)
@@ -53,7 +54,7 @@ class Group:
             hidden = column > position
             if window is not None:
                 hidden |= column <= position - window
-            known = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None]
+            known = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]
             self.masks[window] = known
         return known
 
@@ -63,7 +64,7 @@ class TiledAttention:
 
     def __init__(self, layers: int, pages: int, heads: int, kv_heads: int, head_dim: int) -> None:
         """Zeroed and untouched: memory grows with the pages that are used. One page more is blank for ever."""
-        self._least_rows = -(-_LEAST_QUERY_ROWS * kv_heads // heads)
+        self._heads, self._kv_heads = heads, kv_heads
         self._keys = torch.zeros((layers, pages + 1, kv_heads, head_dim, TILE))
         self._values = torch.zeros((layers, pages + 1, kv_heads, TILE, head_dim))
         self._groups: list[Group] = []
@@ -81,7 +82,7 @@ class TiledAttention:
         self._touched.update(batch.writes[:, 1].tolist(), batch.copies[:, 1].tolist())
         self._write = torch.from_numpy(batch.writes.copy())
         self._stretches = _stretches(batch.writes)
-        self._groups = group(batch, self._least_rows)
+        self._groups = group(batch, self._heads, self._kv_heads)
 
     @property
     def _page_bytes(self) -> int:
@@ -101,15 +102,14 @@ class TiledAttention:
         softcap: float | None,
     ) -> Tensor:
         heads, rows, width = query.shape
-        kv_heads = key.shape[0]
         keys, values = self._keys[layer], self._values[layer]
         self._store(keys, values, key.float(), value.float())
-        out = query.new_zeros((rows, heads, width))
-        grouped = (query.float() * scale).view(kv_heads, heads // kv_heads, rows, width)
+        asked = (query.float() * scale).transpose(0, 1).reshape(-1, width)  # [rows * heads, head_dim]
+        out = query.new_zeros((rows * heads, width))
         for part in self._groups:
-            mixed = _attend_group(part, grouped, keys, values, part.mask(window), softcap)
+            mixed = _attend_group(part, asked, keys, values, part.mask(window), softcap)
             out.index_copy_(0, part.target, mixed.to(out.dtype))
-        return out
+        return out.view(rows, heads, width)
 
     def _store(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
         """New rows go to their columns: stretches of them as slices while there are few, which is faster."""
@@ -124,47 +124,36 @@ class TiledAttention:
 
 
 def _attend_group(
-    part: Group, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, softcap: float | None
+    part: Group, asked: Tensor, keys: Tensor, values: Tensor, mask: Tensor, softcap: float | None
 ) -> Tensor:
-    """query: [kv_heads, group, rows of the pass, head_dim] -> [real rows, heads, head_dim]."""
-    kv_heads, share, _, width = query.shape
-    runs, rows, tiles = part.runs, part.rows, part.tiles
-    flat = share * rows
-    entries = len(part.owner)
-    asked = query.index_select(2, part.row).view(kv_heads, share, runs, rows, width).permute(2, 0, 1, 3, 4)
-    asked = asked.reshape(runs, kv_heads, flat, width).index_select(0, part.owner).view(-1, flat, width)
-    scores = torch.empty((entries, kv_heads, flat, TILE))
+    """asked: [rows * heads, head_dim] -> [runs * kv_heads * lines, head_dim], as `part.target` says."""
+    _, kv_heads, width, _ = keys.shape
+    lines, entries = part.lines, part.spans[-1][3]
+    query = asked.index_select(0, part.query).view(-1, lines, width)
+    scores = torch.empty((entries * kv_heads, lines, TILE))
     for a, b, c, d in part.spans:
-        torch.bmm(
-            asked[c * kv_heads : d * kv_heads],
-            keys[a:b].view(-1, width, TILE),
-            out=scores[c:d].view(-1, flat, TILE),
-        )
+        here = slice(c * kv_heads, d * kv_heads)
+        torch.bmm(query[here], keys[a:b].view(-1, width, TILE), out=scores[here])
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if not part.in_order:
-        scores = scores.index_select(0, part.table)
-    side_by_side = scores.view(runs, tiles, kv_heads, share, rows, TILE).permute(0, 2, 3, 4, 1, 5)
-    side_by_side = side_by_side.reshape(runs, kv_heads, share, rows, tiles * TILE) + mask
-    weights = torch.softmax(side_by_side, dim=-1).view(runs, kv_heads, flat, tiles, TILE).permute(0, 3, 1, 2, 4)
-    weights = weights.reshape(runs * tiles, kv_heads, flat, TILE)
-    if not part.in_order:
-        weights = weights.index_select(0, part.back)
-    given = torch.empty((entries, kv_heads, flat, width))
+    if part.side_by_side is not None:
+        scores = scores.view(-1, TILE).index_select(0, part.side_by_side)
+    scores = scores.view(part.runs, kv_heads, lines, part.tiles * TILE).add_(mask)
+    weights = torch.softmax(scores, dim=-1).view(-1, TILE)
+    if part.apart is not None:
+        weights = weights.index_select(0, part.apart)
+    weights = weights.view(-1, lines, TILE)
+    given = torch.empty((entries, kv_heads * lines * width))
     for a, b, c, d in part.spans:
-        torch.bmm(
-            weights[c:d].reshape(-1, flat, TILE),
-            values[a:b].view(-1, TILE, width),
-            out=given[c:d].view(-1, flat, width),
-        )
-    mixed = given.index_select(0, part.tile[0])  # [runs, kv_heads, flat, width]
+        here = slice(c * kv_heads, d * kv_heads)
+        torch.bmm(weights[here], values[a:b].view(-1, TILE, width), out=given[c:d].view(-1, lines, width))
+    mixed = given.index_select(0, part.tile[0])  # [runs, kv_heads * lines * head_dim]
     for deep, tile in zip(part.deep[1:], part.tile[1:], strict=True):
         mixed[:deep] += given.index_select(0, tile)
-    mixed = mixed.view(runs, kv_heads * share, rows, width).transpose(1, 2).reshape(runs * rows, -1, width)
-    return mixed if part.real is None else mixed.index_select(0, part.real)
+    return mixed.view(-1, width)
 
 
-def group(batch: Batch, least_rows: int) -> list[Group]:
+def group(batch: Batch, heads: int, kv_heads: int) -> list[Group]:
     """Runs by their numbers of rows and pages, each up to four times that of the shortest."""
     lengths = np.diff(batch.firsts)
     tiles = (batch.tables >= 0).sum(axis=1)
@@ -173,7 +162,7 @@ def group(batch: Batch, least_rows: int) -> list[Group]:
         key = (_bucket(int(lengths[run])), _bucket(int(tiles[run])))
         buckets.setdefault(key, []).append(run)
     return [
-        _group(batch, sorted(runs, key=lambda run: -tiles[run]), lengths, tiles, least_rows)
+        _group(batch, np.array(sorted(runs, key=lambda run: -tiles[run])), lengths, tiles, heads, kv_heads)
         for _, runs in sorted(buckets.items())
     ]
 
@@ -183,41 +172,42 @@ def _bucket(number: int) -> int:
     return (max(0, number - 1).bit_length() + 1) // 2
 
 
-def _group(
-    batch: Batch, chosen: list[int], lengths: NDArray[np.int64], tiles: NDArray[np.int64], least_rows: int
-) -> Group:
+def _group(batch: Batch, chosen: Ints, lengths: Ints, tiles: Ints, heads: int, kv_heads: int) -> Group:
     """chosen: runs, those of most pages first."""
-    count = len(chosen)
-    most_tiles = int(tiles[chosen[0]])
-    most_rows = max(least_rows, *(int(lengths[run]) for run in chosen))
-    offset = np.minimum(np.arange(most_rows)[None, :], lengths[chosen][:, None] - 1)
-    row = batch.firsts[chosen][:, None] + offset  # [runs, rows]
-    real = (np.arange(most_rows)[None, :] < lengths[chosen][:, None]).reshape(-1)
+    share, runs, most_tiles = heads // kv_heads, len(chosen), int(tiles[chosen[0]])
+    lines = max(_LEAST_LINES, share * int(lengths[chosen].max()))
+    line = np.minimum(np.arange(lines)[None, :], share * lengths[chosen][:, None] - 1)  # [runs, lines] of its own
+    row = batch.firsts[chosen][:, None] + line // share
+    # Query heads of one KV head are neighbours: head = kv_head * share + line % share.
+    asked = (row * heads + line % share)[:, None, :] + (np.arange(kv_heads) * share)[None, :, None]
 
-    table = batch.tables[chosen, :most_tiles]  # [runs, tiles]
-    slots = np.flatnonzero(table.reshape(-1) >= 0)
-    order = np.argsort(table.reshape(-1)[slots], kind="stable")
-    back = slots[order]  # of each entry, in order of pages
-    pages = table.reshape(-1)[back]
-    entry = np.zeros(count * most_tiles, dtype=np.int64)
-    entry[back] = np.arange(len(back))
+    table = batch.tables[chosen, :most_tiles].reshape(-1)  # [runs * tiles]
+    held = np.flatnonzero(table >= 0)
+    held = held[np.argsort(table[held], kind="stable")]  # of each entry, its place in the table; entries by page
+    entry = np.zeros(len(table), dtype=np.int64)  # of each place; any where there is no page
+    entry[held] = np.arange(len(held))
+    by_tile = entry.reshape(runs, most_tiles)
     deep = [int((tiles[chosen] > tile).sum()) for tile in range(most_tiles)]
-    by_tile = entry.reshape(count, most_tiles)
+    side_by_side = apart = None
+    if most_tiles > 1 or runs > 1:
+        each = np.arange(kv_heads * lines)
+        wide = by_tile[:, None, :] * len(each) + each[None, :, None]  # [runs, kv_heads * lines, tiles]
+        side_by_side = torch.from_numpy(wide.reshape(-1))
+        run, tile = np.divmod(held, most_tiles)
+        narrow = (run[:, None] * len(each) + each[None, :]) * most_tiles + tile[:, None]  # [entries, kv_heads * lines]
+        apart = torch.from_numpy(narrow.reshape(-1))
     return Group(
-        count,
-        most_rows,
+        runs,
+        lines,
         most_tiles,
-        torch.from_numpy(row.reshape(-1)),
-        None if real.all() else torch.from_numpy(np.flatnonzero(real)),
-        torch.from_numpy(row.reshape(-1)[real]),
-        torch.from_numpy(batch.positions[row]),
-        _spans(pages),
-        torch.from_numpy(back // most_tiles),
-        torch.from_numpy(entry),
-        torch.from_numpy(back),
-        len(back) == len(entry) and bool((entry == np.arange(len(entry))).all()),
+        _spans(table[held]),
+        torch.from_numpy(asked[held // most_tiles].reshape(-1)),
+        torch.from_numpy(asked.reshape(-1)),
+        side_by_side,
+        apart,
         deep,
         [torch.from_numpy(by_tile[:n, tile].copy()) for tile, n in enumerate(deep)],
+        torch.from_numpy(batch.positions[row]),
     )
 
 

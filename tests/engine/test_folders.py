@@ -198,6 +198,14 @@ def test_a_pickle_beside_safetensors_is_left_alone(folder: Path) -> None:
     assert not (folder / "sprung").exists()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_are_let_go_once_read(folder: Path, ranks: int) -> None:
+    """One weight left in a mapped file would keep all of it in memory."""
+    model = load(str(folder), ranks)
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    del model
+
+
 def test_shards_are_read_as_one(folder: Path) -> None:
     whole = {name: (entry.dtype, entry.shape) for name, entry in read_entries(str(folder)).items()}
     in_shards(folder)

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -125,6 +126,12 @@ def test_torch_distributed_gives_the_same_bits(model: ParallelModel, spec: Group
 # --- ends and returns --------------------------------------------------------------------------------
 
 
+def pass_for_ever(model: ParallelModel, passing: threading.Event) -> None:
+    while True:
+        whole_text(model)
+        passing.set()
+
+
 def in_a_pass(model: ParallelModel, harm: Callable[[], None]) -> float:
     """Seconds from the harm, done while passes run, to GroupLost."""
     passing = threading.Event()
@@ -139,9 +146,7 @@ def in_a_pass(model: ParallelModel, harm: Callable[[], None]) -> float:
     thread.start()
     try:
         with pytest.raises(GroupLost):
-            while True:
-                whole_text(model)
-                passing.set()
+            pass_for_ever(model, passing)
     finally:
         passing.set()
         thread.join()
@@ -183,31 +188,45 @@ def test_a_rank_that_dies_or_hangs_in_a_pass_ends_the_group_which_comes_back(
         model.close()
 
 
-def gone(pid: int) -> bool:
-    """Ended; its parent, the fork server, may not have noticed yet."""
+def gone(pid: int, within_s: float = 10.0) -> bool:
+    """Whether the process ends in time; its parent, the fork server, may not have noticed yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
         return True
+    try:
+        return bool(select.select([descriptor], [], [], within_s)[0])
+    finally:
+        os.close(descriptor)
 
 
-def until(true: Callable[[], bool], within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        threading.Event().wait(0.01)
-    return True
+class Heard(logging.Handler):
+    """Waits for a line of the log."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self._words = words
+        self.event = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._words in record.getMessage():
+            self.event.set()
 
 
-def test_a_rank_that_dies_between_passes_is_told_of_at_once(
-    breakable: ParallelModel, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    handler = Heard("between passes: rank 1")
+    log = logging.getLogger("forerun.runtime.parallel")
+    log.addHandler(handler)
+    yield handler
+    log.removeHandler(handler)
+
+
+def test_a_rank_that_dies_between_passes_is_told_of_at_once(breakable: ParallelModel, heard: Heard) -> None:
     model = breakable
     whole_text(model)
-    with caplog.at_level(logging.ERROR):
-        os.kill(model.pids[0], signal.SIGKILL)
-        assert until(lambda: "between passes: rank 1" in caplog.text)
+    os.kill(model.pids[0], signal.SIGKILL)
+    assert heard.event.wait(10.0)
     with pytest.raises(GroupLost, match="was ended by SIGKILL"):
         whole_text(model)
     with pytest.raises(GroupLost, match="was ended by SIGKILL"):
@@ -266,7 +285,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         host.kill()
     try:
         assert len(pids) == 2
-        assert until(lambda: all(map(gone, pids)))
+        assert all(map(gone, pids))
     finally:
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -294,7 +313,7 @@ def test_a_rank_that_cannot_start_says_why(group: Group) -> None:
 @pytest.mark.parametrize("group", [{"context_limit": 1 << 40, "pages": 1 << 40}], indirect=True)
 def test_a_rank_that_runs_out_of_memory_says_so(group: Group) -> None:
     group.launch()
-    with pytest.raises(ModelRefused, match="rank 1 cannot start: (MemoryError|RuntimeError)"):
+    with pytest.raises(ModelRefused, match=r"rank 1 cannot start: (MemoryError|RuntimeError)"):
         group.assemble()
 
 

@@ -200,16 +200,25 @@ class Told:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_parts_are_summed_in_rank_order_whoever_sums(rank: int) -> None:
-    parts = [torch.full((1, 4), value) for value in (1e8, 1.0, -1e8)]
+    parts = [torch.full((1, 4), value) for value in (1.0, 1e8, -1e8)]
     linear = nn.Linear(1, 4, bias=False)
     nn.init.constant_(linear.weight, parts[rank][0, 0].item())
     layer = RowParallel(linear, None, None)
     layer.exchange = Told(rank, parts[:rank] + parts[rank + 1 :])
     with torch.no_grad():
-        assert layer(torch.ones(1, 1)).tolist() == [[0.0] * 4]  # any other order gives 1
+        assert layer(torch.ones(1, 1)).tolist() == [[0.0] * 4]  # 1 is lost in order, and left over in reverse
 
 
-def test_the_sum_is_rounded_once_and_the_bias_added_once() -> None:
+def test_the_bias_is_added_once() -> None:
+    linear = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(linear.weight, 2.0)
+    layer = RowParallel(linear, nn.Parameter(torch.tensor([10.0])), None)
+    layer.exchange = Told(1, [torch.tensor([[1.0]]), torch.tensor([[3.0]])])
+    with torch.no_grad():
+        assert layer(torch.ones(1, 1)).tolist() == [[16.0]]
+
+
+def test_the_sum_is_rounded_once() -> None:
     bfloat16 = torch.bfloat16
     linear = nn.Linear(1, 1, bias=False, dtype=bfloat16)
     nn.init.constant_(linear.weight, 1.0)
@@ -218,7 +227,7 @@ def test_the_sum_is_rounded_once_and_the_bias_added_once() -> None:
     layer.exchange = Told(0, [part, part])
     with torch.no_grad():
         out = layer(torch.ones(1, 1, dtype=bfloat16))
-    # 1 + 3 * 2**-9 lies between 1 + 2**-8 * 1 and 2; rounding at every step would stay at 1
+    # The step of bfloat16 above 1 is 2**-7. 1 + 3 * 2**-9 is three quarters of it; each addend alone is rounded off.
     assert out.dtype is bfloat16
     assert out.item() == 1 + 2**-7
 

@@ -18,7 +18,7 @@ from forerun.v1 import generation_pb2
 
 pytestmark = [pytest.mark.services, pytest.mark.asyncio(loop_scope="module")]
 
-TOKENS, STRIKE = 400, 60
+TOKENS, STRIKE = 240, 40
 PROMPT = list(range(20, 60))
 BACK_S = 15.0
 
