@@ -61,6 +61,9 @@ class Session:
         self._target_seq = SeqId(request_id)
         self._draft_seq = SeqId(request_id)
         self._want = 0
+        self._told_len = 0  # tokens the draft was told of
+        self._told_want = 0
+        self._untold = (0, 0)  # accepted and checked positions that it was not told of
         self._next_attempt = next_attempt
         self._replace_target = replace_target
         self._offer_draft = offer_draft
@@ -125,6 +128,13 @@ class Session:
         tokens = tuple(self.ledger.tokens[base_len:])
         sync = Sync(self._draft_seq, base_len, tokens, self._want, params, accepted, checked, self.traceparent)
         self.draft.send(sync)
+        self._told_len, self._told_want, self._untold = self.ledger.committed_len, self._want, (0, 0)
+
+    def _advance_draft(self, emit: Emit) -> None:
+        """Tell the draft what was committed. One that rests is told when it is wanted again, all at once."""
+        self._untold = (self._untold[0] + emit.hinted_accepted, self._untold[1] + emit.hinted_checked)
+        if self._want or self._told_want:
+            self._sync_from(self._told_len, *self._untold)
 
     # --- what workers say ----------------------------------------------------------------------
 
@@ -150,7 +160,7 @@ class Session:
             self._leave_draft()
         elif self.draft is not None:
             if fresh:
-                self._sync_from(base_len, emit.hinted_accepted, emit.hinted_checked)
+                self._advance_draft(emit)
         elif self.wants_draft:
             self._offer_draft(self)
         self._changed.set()

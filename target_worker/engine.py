@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from forerun.core.acceptance import Calibration
 from forerun.core.cost import Load, PassCost
 from forerun.core.errors import GroupLost, SequenceRefused
 from forerun.core.messages import Emit, Hinted, Refused, Start, Stop, TargetCommand, TargetEvent
 from forerun.core.pages import TILE
-from forerun.core.params import Finish, Verification
+from forerun.core.params import Finish, Source, Verification
 from forerun.core.plan import Share, plan_pass
 from forerun.core.sequence import Landing
 from forerun.core.spans import Record, record_nothing
@@ -29,6 +30,9 @@ from target_worker.lineup import Key, Lineup
 from target_worker.sequence import TargetSequence
 
 log = logging.getLogger(__name__)
+
+RESTARTS = 3
+"""How often a group is started again before the worker gives up and ends."""
 
 Link = Hashable
 """Whoever gave the sequence: events about it go back there."""
@@ -83,6 +87,7 @@ class TargetEngine:
         self._wall_ns = wall_ns
         self._cost = cost or PassCost()
         self.lineup = Lineup(model.pages, config.max_sequences)
+        self._trust: dict[Source, Calibration] = {}  # by those of the last sequence that is over
         self._limit = min(model.context_limit, model.pages.count * TILE - 1)
         self._pass_s = 0.0  # decayed mean of a pass
         self.passes = 0
@@ -136,7 +141,7 @@ class TargetEngine:
         key = link, start.seq
         self._drop(key)
         sequence = TargetSequence(
-            link, start, self._model.pages, self._vocab_size, limit, self._config.ngram, self._record
+            link, start, self._model.pages, self._vocab_size, limit, self._config.ngram, self._record, self._trust
         )
         self.lineup.add(key, sequence)
 
@@ -144,6 +149,7 @@ class TargetEngine:
         sequence = self.lineup.remove(key)
         if sequence is not None:
             sequence.close(poisoned=poisoned)
+            self._trust.update(sequence.trust)
 
     # --- the loop ------------------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class TargetEngine:
         for sequence in running:
             if not sequence.decoding or sequence.text.tree.node_count or not sequence.want(1):
                 return None
-            until = sequence.patience.deadline(now, self._pass_s)
+            until = sequence.patience.deadline(now, self._pass_s, sequence.hint_chance)
             if until is None:
                 return None
             deadline = until if deadline is None else min(deadline, until)
@@ -199,7 +205,14 @@ class TargetEngine:
     def _begin_again(self, lost: GroupLost) -> None:
         """All KV is gone: the group comes back, and every sequence goes on from the tokens it holds."""
         log.error("%s; starting the group again", lost)
-        self._model.restart()
+        for left in reversed(range(RESTARTS)):
+            try:
+                self._model.restart()
+                break
+            except GroupLost as again:  # a rank that dies while it starts
+                if not left:
+                    raise
+                log.error("%s; once more", again)
         for sequence in self.lineup.running:
             sequence.lose_kv()
 

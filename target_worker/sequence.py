@@ -39,7 +39,9 @@ class TargetSequence:
         context_limit: int,
         ngram: bool,
         record: Record,
+        trust: Mapping[Source, Calibration],
     ) -> None:
+        """trust: what the sequences before learned of each source."""
         self.link = link  # whoever gave it
         self.seq = start.seq
         self.params = start.params
@@ -57,7 +59,11 @@ class TargetSequence:
         ends = tuple(sorted(token for token in start.params.ends if token < vocab_size))
         self._picker = Picker(sampling, vocab_size, ends, start.prompt_len + start.params.min_tokens)
         self._ngram = NgramIndex(start.tokens) if ngram and self._accepts(Source.NGRAM) else None
-        self._trust = {source: Calibration() for source in Source if self._accepts(source)}
+        self.trust = {
+            source: trust[source].heir() if source in trust else Calibration()
+            for source in Source
+            if self._accepts(source)
+        }
         self.worth = HintWorth()
         self.hinted = False  # a hint came since the last commit
         self.drafted_for = any(self._accepts(source) for source in Source if source is not Source.NGRAM)
@@ -130,7 +136,7 @@ class TargetSequence:
         tree = self.text.tree
         chances = [1.0] * len(tree)
         for row, depth in enumerate(tree.depths()):
-            trust = self._trust.get(tree.sources[row] or Source.MODEL)
+            trust = self.trust.get(tree.sources[row] or Source.MODEL)
             chances[row] = tree.scores[row] if trust is None else trust.chance(tree.scores[row], depth)
         return Waiting(
             self,
@@ -140,7 +146,7 @@ class TargetSequence:
             most_nodes,
             self.params.sampling.chain_only,
             chances.__getitem__,
-            self._trust[next(iter(self._trust))].chance(TYPICAL, 1) if self._trust else TYPICAL,
+            self.trust[next(iter(self.trust))].chance(TYPICAL, 1) if self.trust else TYPICAL,
         )
 
     def _look_up(self, limit: int) -> None:
@@ -229,6 +235,12 @@ class TargetSequence:
         """Nodes that a draft should hold ready below the last committed token; lead: per node that may be checked."""
         return self.worth.want(self.most_nodes * lead) if self.drafted_for else 0
 
+    @property
+    def hint_chance(self) -> float:
+        """Estimated chance that the first node of a draft's next hint is right; 0 while drafts do not pay."""
+        trusts = [trust for source, trust in self.trust.items() if source is not Source.NGRAM]
+        return max((trust.chance(TYPICAL, 1) for trust in trusts), default=0.0) if self.worth.pays else 0.0
+
     def drafted(self, path: Sequence[int]) -> list[int]:
         """Of these nodes, those that a draft sent."""
         sources = self.text.tree.sources
@@ -270,13 +282,13 @@ class TargetSequence:
             self.worth.passed(len(self.drafted(decided.path)), len(decided.tokens), len(self.drafted(checked)))
             self.hinted = False
         tree, reached = self.text.tree, {ROOT, *decided.path}
-        judged: dict[Source, list[tuple[float, int, bool]]] = {source: [] for source in self._trust}
+        judged: dict[Source, list[tuple[float, int, bool]]] = {source: [] for source in self.trust}
         for node in checked:
             source = tree.sources[node]
             if tree.parents[node] in reached and source in judged:
                 judged[source].append((tree.scores[node], tree.depth(node), node in reached))
         for source, nodes in judged.items():
             if nodes:
-                self._trust[source].judged(nodes)
+                self.trust[source].judged(nodes)
             else:
-                self._trust[source].unseen()
+                self.trust[source].unseen()

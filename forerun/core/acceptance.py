@@ -50,6 +50,9 @@ TURN = 0.02
 RELAX = 0.01
 """The same per pass in which nothing was judged: one given up looks worth a cheap row again after some ten."""
 
+INHERITED = 0.5
+"""How much a sequence knows from the one before it."""
+
 SUREST = 0.98
 """No chance is beyond this, nor below a hundredth of the rest: one surprise must not refute everything."""
 
@@ -67,6 +70,14 @@ class Calibration:
     def __init__(self) -> None:
         self._first = _Trust()
         self._below = _Trust()
+
+    def heir(self) -> Calibration:
+        """For the next sequence: what was learned here, half forgotten."""
+        heir = Calibration()
+        for mine, theirs in ((self._first, heir._first), (self._below, heir._below)):
+            theirs.take(mine)
+            theirs.forget(INHERITED)
+        return heir
 
     def chance(self, score: float, depth: int) -> float:
         """Chance that the target picks a node of this score, given its parent. depth: 1 below the root."""
@@ -99,6 +110,9 @@ class _Trust:
         total = sum(weights)
         self._weights = [weight / total for weight in weights]
         self.ratio = sum(weight * ratio for weight, ratio in zip(self._weights, RATIOS, strict=True))
+
+    def take(self, other: _Trust) -> None:
+        self._set(other._weights)
 
     def see(self, score: float, picked: bool) -> None:
         chances = [min(max(score * ratio, 0.01 * (1.0 - SUREST)), SUREST) for ratio in RATIOS]

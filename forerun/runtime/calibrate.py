@@ -31,8 +31,8 @@ def measure(model: Model, row_budget: int, clock: Callable[[], float] = time.per
 
 def _measure(model: Model, row_budget: int, clock: Callable[[], float]) -> PassCost:
     began = clock()
-    reach = min(FAR, model.pages.count)
-    path = KV(model.pages).extend(min(reach * TILE, model.context_limit))
+    reach = min(FAR, model.pages.count, model.context_limit // TILE)
+    path = KV(model.pages).extend(max(reach, 1) * TILE)
 
     def seconds(rows: int, start: int) -> float:
         """The best of some: what disturbs a pass only makes it longer."""
@@ -52,7 +52,7 @@ def _measure(model: Model, row_budget: int, clock: Callable[[], float]) -> PassC
     seconds(most, 0)  # the largest first: it sizes the workspace, and warms up
     curve = [(rows, seconds(rows, 0)) for rows in ROWS if rows <= most]
     tile_s = row_tile_s = 0.0
-    far = (reach - 1) * TILE
+    far = max(reach - 1, 0) * TILE
     if far > TILE and curve[-1][0] >= 64:
         near = dict(curve)
         # A run of r rows after `far` columns reads as many more tiles as there are in them.

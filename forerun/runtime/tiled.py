@@ -10,6 +10,8 @@ K lies transposed, [layers, pages, kv_heads, head_dim, TILE]: with few query row
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,8 +67,8 @@ class TiledAttention:
     def __init__(self, layers: int, pages: int, heads: int, kv_heads: int, head_dim: int) -> None:
         """Zeroed and untouched: memory grows with the pages that are used. One page more is blank for ever."""
         self._heads, self._kv_heads = heads, kv_heads
-        self._keys = torch.zeros((layers, pages + 1, kv_heads, head_dim, TILE))
-        self._values = torch.zeros((layers, pages + 1, kv_heads, TILE, head_dim))
+        self._keys = _untouched((layers, pages + 1, kv_heads, head_dim, TILE))
+        self._values = _untouched((layers, pages + 1, kv_heads, TILE, head_dim))
         self._groups: list[Group] = []
         self._write = torch.zeros((0, 3), dtype=torch.int64)
         self._stretches: list[tuple[int, int, int, int]] = []
@@ -133,7 +135,7 @@ def _attend_group(
     scores = torch.empty((entries * kv_heads, lines, TILE))
     for a, b, c, d in part.spans:
         here = slice(c * kv_heads, d * kv_heads)
-        torch.bmm(query[here], keys[a:b].view(-1, width, TILE), out=scores[here])
+        _products(query[here], keys[a:b].view(-1, width, TILE), scores[here])
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if part.side_by_side is not None:
@@ -146,11 +148,25 @@ def _attend_group(
     given = torch.empty((entries, kv_heads * lines * width))
     for a, b, c, d in part.spans:
         here = slice(c * kv_heads, d * kv_heads)
-        torch.bmm(weights[here], values[a:b].view(-1, TILE, width), out=given[c:d].view(-1, lines, width))
+        _products(weights[here], values[a:b].view(-1, TILE, width), given[c:d].view(-1, lines, width))
     mixed = given.index_select(0, part.tile[0])  # [runs, kv_heads * lines * head_dim]
     for deep, tile in zip(part.deep[1:], part.tile[1:], strict=True):
         mixed[:deep] += given.index_select(0, tile)
     return mixed.view(-1, width)
+
+
+def _products(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out = left @ right, a product for each of the first dimension. A single one would be divided among threads."""
+    if len(left) > 1:
+        torch.bmm(left, right, out=out)
+    else:
+        out.copy_(torch.bmm(left.expand(2, -1, -1), right.expand(2, -1, -1))[:1])
+
+
+def _untouched(shape: tuple[int, ...]) -> Tensor:
+    """Zeros that take no memory before they are written."""
+    size = 4 * math.prod(shape)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32).view(shape)
 
 
 def group(batch: Batch, heads: int, kv_heads: int) -> list[Group]:
