@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forerun.core.cost import PassCost
 from forerun.core.params import Source
+from forerun.rpc.lane import Lane
 from forerun.runtime.calibrate import measure
-from forerun.runtime.serving import LoadOptions, attach, hello, load
+from forerun.runtime.serving import Loaded, LoadOptions, attach, hello, load
 from forerun.telemetry.tracing import Tracing
 from target_worker.engine import TargetConfig, TargetEngine
 
@@ -27,8 +30,8 @@ class TargetOptions:
 async def serve(options: TargetOptions) -> None:
     """Runs until SIGTERM or SIGINT. Raises ModelRefused."""
     config = TargetConfig(max_sequences=options.max_sequences, ngram=options.ngram)
-    loaded = load(options.load, draft=False, sequences=options.max_sequences)
-    cost = measure(loaded.model, config.row_budget)
+    lane = Lane("engine")
+    loaded, cost = await asyncio.wrap_future(lane.run(lambda: _prepared(options, config)))
     log.info("a pass by its rows: %s", cost.describe())
     if loaded.memory is not None:
         log.info("%s", loaded.memory())
@@ -42,4 +45,10 @@ async def serve(options: TargetOptions) -> None:
         options.coordinators,
         lambda emit: TargetEngine(loaded.model, loaded.vocab_size, config, emit, tracing.record, cost=cost),
         tracing,
+        lane,
     )
+
+
+def _prepared(options: TargetOptions, config: TargetConfig) -> tuple[Loaded, PassCost]:
+    loaded = load(options.load, draft=False, sequences=options.max_sequences)
+    return loaded, measure(loaded.model, config.row_budget)

@@ -36,10 +36,10 @@ class Patience:
     def deadline(self, since: float, pass_s: float, chance: float = 1.0) -> float | None:
         """Until when a pass that could begin at `since` may wait; None: not at all.
 
-        Only if hints usually come in time, and so soon that waiting costs less than what the first node of one, right
+        Only if hints usually come in time, and so soon that waiting costs half of what the first node of one, right
         with this `chance`, saves; after one expiry not again until a hint arrives.
         """
-        if self._expired or self._lag_s is None or self._lag_s > min(FRACTION, chance) * pass_s:
+        if self._expired or self._lag_s is None or self._lag_s > min(FRACTION, 0.5 * chance) * pass_s:
             return None
         return since + FRACTION * pass_s
 

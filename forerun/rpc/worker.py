@@ -10,9 +10,9 @@ import asyncio
 import logging
 import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from forerun.core.params import SeqId
 from forerun.core.sequence import Hint
 from forerun.core.tree import ROOT
 from forerun.rpc import codec
+from forerun.rpc.lane import Lane
 from forerun.rpc.options import client_options
 from forerun.rpc.outbox import Outbox
 from forerun.v1 import attach_pb2, attach_pb2_grpc, common_pb2
@@ -69,15 +70,16 @@ class _Dropped:
 class EngineThread:
     """Drains the inbox, then steps, for ever. An error in the engine ends the process, loudly."""
 
-    def __init__(self, engine: Engine, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, engine: Engine, failed: Callable[[BaseException], None], lane: Lane) -> None:
+        self._lane = lane
         self._engine = engine
         self._failed = failed
         self.stepping = False
         self._inbox: queue.SimpleQueue[tuple[str, Command | _Dropped] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._ended: Future[None] | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        self._ended = self._lane.run(self._run)
 
     def put(self, link: str, command: Command | _Dropped) -> None:
         self._inbox.put((link, command))
@@ -85,9 +87,12 @@ class EngineThread:
     def stop(self) -> None:
         """Returns when the engine has finished the step it is in. Raises TimeoutError if it does not."""
         self._inbox.put(None)
-        self._thread.join(STOP_S)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the engine has not finished its step within {STOP_S:g} s")
+        if self._ended is None:
+            return
+        try:
+            self._ended.result(STOP_S)
+        except TimeoutError:
+            raise TimeoutError(f"the engine has not finished its step within {STOP_S:g} s") from None
 
     def _run(self) -> None:
         try:
@@ -156,9 +161,9 @@ class Worker:
             case _:
                 outbox.put(event)
 
-    async def run(self, engine: Engine) -> None:
-        """Serve until `stop`. Raises what the engine raised, if it failed."""
-        thread = EngineThread(engine, self._engine_failed)
+    async def run(self, engine: Engine, lane: Lane | None = None) -> None:
+        """Serve until `stop`. Raises what the engine raised, if it failed. lane: where the engine was made."""
+        thread = EngineThread(engine, self._engine_failed, lane or Lane("engine"))
         thread.start()
         links: dict[str, asyncio.Task[None]] = {}
         try:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.core.errors import ModelRefused
 from forerun.core.pages import TILE
 from forerun.core.params import Source
+from forerun.rpc.lane import Lane
 from forerun.rpc.worker import Engine, Worker
 from forerun.runtime.memory import MemoryUse, give_back, kv_budget, kv_pages, resident_bytes
 from forerun.runtime.models import described, load_causal_lm, numerics_id, resolve, revision
@@ -155,13 +156,14 @@ async def attach(
     coordinators: Sequence[str],
     make_engine: Callable[[Callable[[Any, Any], None]], Engine],
     tracing: Tracing,
+    lane: Lane,
 ) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT. lane: where the model was loaded."""
     worker = Worker(greeting, coordinators)
     engine = make_engine(worker.emit)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
     try:
-        await worker.run(engine)
+        await worker.run(engine, lane)
     finally:
         await asyncio.to_thread(tracing.shutdown)
