@@ -290,7 +290,7 @@ class TargetEngine:
 
 
 def _load(runs: list[Run]) -> Load:
-    load = Load(0)
+    load = Load(0, mixed=len({len(run.tokens) > 1 for run in runs}) > 1)
     for run in runs:
         load += Load.of_run(len(run.tokens), run.start)
     return load

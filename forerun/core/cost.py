@@ -47,9 +47,15 @@ class Load:
     rows: int  # computed, before padding
     tiles: int = 0  # of KV that are read, summed over the runs
     row_tiles: int = 0  # rows x tiles, summed over the runs
+    mixed: bool = False  # runs of one row and longer ones: they are not computed together
 
     def __add__(self, other: Load) -> Load:
-        return Load(self.rows + other.rows, self.tiles + other.tiles, self.row_tiles + other.row_tiles)
+        return Load(
+            self.rows + other.rows,
+            self.tiles + other.tiles,
+            self.row_tiles + other.row_tiles,
+            self.mixed or other.mixed,
+        )
 
     @classmethod
     def of_run(cls, rows: int, cached_len: int) -> Load:
@@ -65,9 +71,16 @@ class PassCost:
     and the first pass observed sets the scale. What is read never falls with rows, tiles or row_tiles.
     """
 
-    __slots__ = ("_covariance", "_curve", "_doubt", "_knots", "_read", "_seen", "_state")
+    __slots__ = ("_covariance", "_curve", "_doubt", "_knots", "_mixed_s", "_read", "_seen", "_state")
 
-    def __init__(self, curve: Sequence[tuple[int, float]] = (), tile_s: float = 0.0, row_tile_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        curve: Sequence[tuple[int, float]] = (),
+        tile_s: float = 0.0,
+        row_tile_s: float = 0.0,
+        mixed_s: float = 0.0,
+    ) -> None:
+        self._mixed_s = mixed_s
         measured = {rows: seconds for rows, seconds in curve if rows > 0 and seconds > 0.0}
         self._knots: Floats = np.array(sorted({*KNOTS, *measured}), dtype=np.float64)
         self._curve = _fill(self._knots, sorted(measured.items()))  # [knots] seconds at pace 1, as learned
@@ -85,11 +98,12 @@ class PassCost:
         """Predicted duration; 0 while nothing is known."""
         return float(self._features(load) @ self._state) if self.known else 0.0
 
-    def along(self, load: Load, node_tiles: NDArray[np.int64]) -> Floats:
+    def along(self, load: Load, node_tiles: NDArray[np.int64], *, mixing: bool = False) -> Floats:
         """Predicted duration of `load` and the first k of these further rows, for k = 0, 1, ..., len(node_tiles).
 
         Args:
             node_tiles: [nodes], tiles that each of them attends to.
+            mixing: with the first of them the pass is a mixed one.
         """
         pace, tile_s, row_tile_s = self._state
         row_tiles = load.row_tiles + np.concatenate(([0], np.cumsum(node_tiles)))
@@ -97,6 +111,9 @@ class PassCost:
         if not self.known:
             return np.zeros(len(rows))
         seconds: Floats = pace * self._by_rows(rows) + tile_s * load.tiles + row_tile_s * row_tiles
+        seconds += pace * self._mixed_s * load.mixed
+        if mixing and not load.mixed:
+            seconds[1:] += pace * self._mixed_s
         return seconds
 
     def observe(self, load: Load, seconds: float) -> None:
@@ -111,7 +128,7 @@ class PassCost:
         expected = float(features @ self._state)
         noise = (NOISE * expected) ** 2 * (1.0 + sum(share * 5.0 / self._seen[knot] for knot, share in near))
         left = self._follow(features, seconds - expected, noise)
-        self._bend(near, features[0] + left / self._state[0])
+        self._bend(near, features[0] - self._mixed_s * load.mixed + left / self._state[0])
 
     def describe(self) -> str:
         """One line: "1: 42 ms, 2: 42 ms, 4: 43 ms, ...", for the log at start."""
@@ -123,7 +140,8 @@ class PassCost:
 
     def _features(self, load: Load) -> Floats:
         """What the state is multiplied with, [3]."""
-        return np.array([self._by_rows(np.array([load.rows], np.float64))[0], load.tiles, load.row_tiles])
+        curve = self._by_rows(np.array([load.rows], np.float64))[0] + self._mixed_s * load.mixed
+        return np.array([curve, load.tiles, load.row_tiles])
 
     def _by_rows(self, rows: Floats) -> Floats:
         if self._read is None:

@@ -178,7 +178,8 @@ def _paying(paid: int, load: Load, ranked: list[int], found: _Candidates, cost: 
     only with those that stand on the same step.
     """
     reach = np.array([found.reach[index] for index in ranked], dtype=np.float64)
-    seconds = cost.along(load, np.array([found.tiles[index] for index in ranked], dtype=np.int64))
+    tiles = np.array([found.tiles[index] for index in ranked], dtype=np.int64)
+    seconds = cost.along(load, tiles, mixing=paid > 1)
     if seconds[0] <= 0.0:
         return int(np.count_nonzero(reach >= WORTH))
     tokens = paid + np.concatenate(([0.0], np.cumsum(reach)))

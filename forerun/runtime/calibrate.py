@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from forerun.core.cost import Load, PassCost
-from forerun.core.pages import KV, TILE
+from forerun.core.pages import KV, TILE, Path
 from forerun.runtime.passes import Model, Run
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -15,6 +15,9 @@ LOGIT_ROWS = 32
 
 FAR = 8
 """Tiles of the longest context that is tried."""
+
+MIXED = 8
+"""Runs of a pass of single rows and one longer run, against as many rows in runs of the same length."""
 
 REPEATS = 2
 LONGEST_S = 6.0
@@ -34,14 +37,19 @@ def _measure(model: Model, row_budget: int, clock: Callable[[], float]) -> PassC
     reach = min(FAR, model.pages.count, model.context_limit // TILE)
     path = KV(model.pages).extend(max(reach, 1) * TILE)
 
-    def seconds(rows: int, start: int) -> float:
-        """The best of some: what disturbs a pass only makes it longer."""
+    def run_of(rows: int, start: int, where: Path) -> Run:
         tokens = tuple(at * 31 % model.vocab_size for at in range(rows))
-        run = Run(path, tokens, start, rows if rows <= LOGIT_ROWS else 1)
+        return Run(where, tokens, start, rows if rows <= LOGIT_ROWS else 1)
+
+    def seconds(rows: int, start: int) -> float:
+        return best_of([run_of(rows, start, path)])
+
+    def best_of(runs: list[Run]) -> float:
+        """The best of some: what disturbs a pass only makes it longer."""
         best = float("inf")
         for _ in range(REPEATS):
             at = clock()
-            model.forward([run])
+            model.forward(runs)
             best = min(best, clock() - at)
             if clock() - began > LONGEST_S:
                 break
@@ -60,8 +68,17 @@ def _measure(model: Model, row_budget: int, clock: Callable[[], float]) -> PassC
         many = max(0.0, seconds(64, far) - near[64]) / (reach - 1)
         row_tile_s = max(0.0, many - one) / 63
         tile_s = max(0.0, one - row_tile_s)
+    mixed_s = 0.0
+    if model.pages.available >= MIXED and most >= 2 * MIXED:
+        paths = [KV(model.pages).extend(MIXED + 1) for _ in range(MIXED)]
+        alike = [run_of(2, 0, where) for where in paths]
+        mixed = [run_of(1 if number else MIXED + 1, 0, where) for number, where in enumerate(paths)]
+        mixed_s = max(0.0, best_of(mixed) - best_of(alike))
     return PassCost(
-        [(rows, max(took - _tiles(rows, tile_s, row_tile_s), 1e-9)) for rows, took in curve], tile_s, row_tile_s
+        [(rows, max(took - _tiles(rows, tile_s, row_tile_s), 1e-9)) for rows, took in curve],
+        tile_s,
+        row_tile_s,
+        mixed_s,
     )
 
 

@@ -72,6 +72,7 @@ class TiledAttention:
         self._groups: list[Group] = []
         self._write = torch.zeros((0, 3), dtype=torch.int64)
         self._stretches: list[tuple[int, int, int, int]] = []
+        self._each_once = True  # every row goes to one place, in order
         self._touched: set[int] = set()  # pages ever written
         self.bytes_moved = 0  # by page copies, since start
 
@@ -84,6 +85,7 @@ class TiledAttention:
         self._touched.update(batch.writes[:, 1].tolist(), batch.copies[:, 1].tolist())
         self._write = torch.from_numpy(batch.writes.copy())
         self._stretches = _stretches(batch.writes)
+        self._each_once = bool((batch.writes[:, 0] == np.arange(len(batch.writes))).all())
         self._groups = group(batch, self._heads, self._kv_heads)
 
     @property
@@ -121,8 +123,11 @@ class TiledAttention:
                 values[page, :, column : column + count] = value[:, row : row + count]
             return
         rows, pages, columns = self._write.unbind(1)
-        keys[pages, :, :, columns] = key.index_select(1, rows).transpose(0, 1)
-        values[pages, :, columns] = value.index_select(1, rows).transpose(0, 1)
+        key, value = key.transpose(0, 1), value.transpose(0, 1)
+        if not self._each_once:
+            key, value = key.index_select(0, rows), value.index_select(0, rows)
+        keys[pages, :, :, columns] = key[: len(rows)]
+        values[pages, :, columns] = value[: len(rows)]
 
 
 def _attend_group(
