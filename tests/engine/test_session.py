@@ -262,3 +262,30 @@ async def test_a_worker_that_says_hello_again_ends_its_old_link(router: Router) 
     router.attached(again)
     assert old.link.replaced.is_set()
     assert not again.replaced.is_set()
+
+
+async def test_a_draft_that_rests_is_told_all_at_once_when_it_is_wanted_again(router: Router) -> None:
+    target, draft = Peer(router), Peer(router, attach_pb2.ROLE_DRAFT)
+    session = router.admit("resting", [1, 2, 3], asks(20, sources=[Source.MODEL]), "")
+    await router.place(session)
+    await settle()
+
+    def emit(base_len: int, want: int, checked: int = 0) -> None:
+        seq = target.last(Start).seq
+        session.on_emit(target.link, Emit(seq, base_len, (base_len,), 0, checked, 1, want, hinted_checked=checked))
+
+    def told() -> list[tuple[int, tuple[int, ...], int]]:
+        return [(sync.base_len, sync.tokens, sync.want) for sync in draft.sent if isinstance(sync, Sync)]
+
+    emit(3, want=4)
+    before = len(told())
+    emit(4, want=0)
+    assert told()[before:] == [(4, (4,), 0)], "that it may rest it is told at once"
+    emit(5, want=0, checked=2)
+    emit(6, want=0)
+    assert len(told()) == before + 1
+    emit(7, want=2)
+    assert told()[-1] == (5, (5, 6, 7), 2)
+    assert draft.last(Sync).checked == 2
+    emit(8, want=2)
+    assert told()[-1] == (8, (8,), 2)

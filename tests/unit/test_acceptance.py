@@ -113,3 +113,12 @@ def test_chances_are_chances(seen: list[tuple[float, int, bool]], passes: int, s
     assert 0.0 <= calibration.chance(0.5 * score, depth) <= calibration.chance(score, depth) < 1.0
     calibration.judged([(0.6, depth, True)] * 10)
     assert calibration.chance(0.6, depth) > 0.5
+
+
+def test_the_next_sequence_knows_half() -> None:
+    fresh, useless = Calibration(), Calibration()
+    useless.judged([(0.6, 1, False)] * 20)
+    heir = useless.heir()
+    assert useless.chance(0.6, 1) < heir.chance(0.6, 1) < fresh.chance(0.6, 1)
+    heir.judged([(0.6, 1, True)] * 12)
+    assert heir.chance(0.6, 1) > 0.5, "and is not bound by it"

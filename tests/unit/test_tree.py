@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -322,3 +324,33 @@ def test_parts_are_copies(tree: TokenTree, data: st.DataObject) -> None:
     for copy in (below, part):
         copy.add(ROOT, 77, 0.5)
     assert paths(tree) == before
+
+
+def test_strands_are_lines_that_leave_one_another() -> None:
+    """Main path a-b-c, a branch d-e below a, one f below d, one g below the root; the likelier child goes on."""
+    tree = TokenTree(0)
+    a = tree.add(ROOT, 1, 0.9)
+    b = tree.add(a, 2, 0.6)
+    c = tree.add(b, 3, 0.9)
+    d = tree.add(a, 4, 0.3)
+    e = tree.add(d, 5, 0.8)
+    f = tree.add(d, 6, 0.1)
+    g = tree.add(ROOT, 7, 0.05)
+    assert tree.strands([a, b, c, d, e, f, g]) == [(-1, (a, b, c)), (0, (g,)), (0, (d, e)), (2, (f,))]
+    assert tree.strands([a, d]) == [(-1, (a, d))]
+    assert tree.strands([]) == [(-1, ())]
+    assert tree.depths() == [0, 1, 2, 3, 2, 3, 3, 1]
+
+
+@given(trees())
+def test_strands_hold_every_node_once_below_its_parent(tree: TokenTree) -> None:
+    nodes = list(range(1, len(tree)))
+    lines = tree.strands(nodes)
+    assert sorted(row for _, rows in lines for row in rows) == nodes
+    for index, (leaves, rows) in enumerate(lines):
+        assert leaves < index
+        for above, below in itertools.pairwise(rows):
+            assert tree.parents[below] == above
+        if rows and leaves >= 0:
+            parent = tree.parents[rows[0]]
+            assert parent in lines[leaves][1] or (parent == ROOT and leaves == 0)
