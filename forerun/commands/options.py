@@ -21,6 +21,14 @@ class Precision(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Device(StrEnum):
+    """What --device takes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 Model = Annotated[str, typer.Option(help="Folder in transformers' form, hub id, demo, or sim:pass=20ms,accept=0.8,...")]
 Dtype = Annotated[Precision, typer.Option(help="Of weights and products; attention is float32.")]
 KvMemory = Annotated[
@@ -32,6 +40,7 @@ MaxSequences = Annotated[int, typer.Option(min=1, help="Sequences in a pass of t
 TargetCores = Annotated[str, typer.Option(help="Pin target workers to these cores, as 0,1. Default: all.")]
 DraftCores = Annotated[str, typer.Option(help="Pin the draft worker to these cores. Default: all.")]
 Cores = Annotated[str, typer.Option(help="Pin this process to these cores, as 0,1. Default: all.")]
+OnDevice = Annotated[Device, typer.Option("--device", help="auto: a GPU if torch finds one.")]
 Layers = Annotated[int, typer.Option(min=1, help="Layers of the early_exit draft.")]
 
 

@@ -22,6 +22,7 @@ from forerun.commands import failure
 from forerun.commands.generate import has_chat_template, prompt_request, run_prompt
 from forerun.commands.options import (
     Cores,
+    Device,
     DraftCores,
     Dtype,
     KvMemory,
@@ -29,6 +30,7 @@ from forerun.commands.options import (
     Lookahead,
     MaxSequences,
     Model,
+    OnDevice,
     Precision,
     TargetCores,
     Tp,
@@ -75,6 +77,7 @@ def target_worker(
     ngram: Annotated[bool, typer.Option("--ngram/--no-ngram", help="Offer prompt and output lookup.")] = True,
     kv_memory: KvMemory = "auto",
     tp: Tp = 1,
+    device: OnDevice = Device.AUTO,
     cores: Cores = "",
 ) -> None:
     """Run a target worker: the model whose words count."""
@@ -82,7 +85,7 @@ def target_worker(
     from target_worker.main import TargetOptions, serve
 
     def options() -> TargetOptions:
-        load = LoadOptions(model, dtype, threads, kv_memory=parse_size(kv_memory), tp=tp)
+        load = LoadOptions(model, dtype, threads, kv_memory=parse_size(kv_memory), tp=tp, device=device)
         return TargetOptions(load, attach, lookahead, max_sequences, ngram)
 
     _run(lambda: serve(options()), cores)
@@ -96,13 +99,14 @@ def draft_worker(
     layers: Annotated[int | None, typer.Option(min=1, help="Early exit: only the first layers of the model.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences drafted for at once.")] = 64,
     width: Annotated[int, typer.Option(min=1, help="Tree nodes grown in one step.")] = 3,
+    device: OnDevice = Device.AUTO,
     cores: Cores = "",
 ) -> None:
     """Run a draft worker: guesses ahead of the target."""
     from draft_worker.main import DraftOptions, serve
     from forerun.runtime.serving import LoadOptions
 
-    options = DraftOptions(LoadOptions(model, dtype, threads, layers), attach, max_sequences, width)
+    options = DraftOptions(LoadOptions(model, dtype, threads, layers, device=device), attach, max_sequences, width)
     _run(lambda: serve(options), cores)
 
 
