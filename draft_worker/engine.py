@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+import numpy as np
+
 from draft_worker.sequence import DraftSequence
 from forerun.core.errors import GroupLost, SequenceRefused
 from forerun.core.messages import Close, DraftCommand, DraftEvent, Gap, Hinted, Refused, Sync
@@ -150,9 +152,14 @@ class DraftEngine:
         self.steps += 1
         new: dict[tuple[Link, SeqId], list[int]] = {}
         for (sequence, row, run), rows in zip(laid, logits, strict=True):
+            if sequence.key not in self._sequences:
+                continue
+            if len(rows) and not np.isfinite(rows[-1].max()):
+                self._refuse_sick(sequence)
+                continue
             new.setdefault(sequence.key, []).extend(sequence.grow(row, run, rows, started_ns, ended_ns))
         for key, nodes in new.items():
-            if nodes:
+            if nodes and key in self._sequences:
                 sequence = self._sequences[key]
                 self._emit(sequence.link, Hinted(sequence.seq, sequence.hint(nodes), sequence.traceparent))
         return True
@@ -169,6 +176,13 @@ class DraftEngine:
                     reason = f"the draft's KV is full: {out}"
                     self._emit(sequence.link, Refused(sequence.seq, reason, True, sequence.traceparent))
         return laid
+
+    def _refuse_sick(self, sequence: DraftSequence) -> None:
+        """Its logits are no numbers: others must not meet them in KV."""
+        del self._sequences[sequence.key]
+        sequence.close(poisoned=True)
+        reason = "the draft's logits for this sequence are not numbers"
+        self._emit(sequence.link, Refused(sequence.seq, reason, traceparent=sequence.traceparent))
 
     def _begin_again(self, lost: GroupLost) -> None:
         log.error("a rank of this draft is lost: %s; starting the group again", lost)

@@ -93,6 +93,8 @@ class DraftSequence:
             self.kv.commit(self.text.tokens, base_len + len(won), won[-1], reclaim=not kept)
         self._drop_branches()
         self._paths = kept
+        if not won and not kept:
+            self.kv.truncate(self.kv.cached_len)  # nobody uses the columns behind it any more
 
     def _drop_branches(self) -> None:
         for path in self._paths.values():
@@ -170,9 +172,11 @@ class DraftSequence:
         self.text.rewind(self.text.committed_len)
         self.kv = KV(self.kv.pages)
 
-    def close(self) -> None:
-        self._drop_branches()
-        self.kv.release(self.text.tokens)
+    def close(self, *, poisoned: bool = False) -> None:
+        for path in self._paths.values():
+            self.kv.drop(path, poisoned=poisoned)
+        self._paths.clear()
+        self.kv.release(() if poisoned else self.text.tokens, poisoned=poisoned)
         self._close_span()
         self.spans.close()
 

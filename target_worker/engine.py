@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from forerun.core.acceptance import Calibration
 from forerun.core.cost import Load, PassCost
-from forerun.core.errors import GroupLost, SequenceRefused
+from forerun.core.errors import GroupLost, ModelRefused, SequenceRefused
 from forerun.core.messages import Emit, Hinted, Refused, Start, Stop, TargetCommand, TargetEvent
 from forerun.core.pages import TILE
 from forerun.core.params import Finish, Source, Verification
@@ -27,12 +27,12 @@ from forerun.core.spans import Record, record_nothing
 from forerun.core.walk import Walk
 from forerun.runtime.passes import Model, Run
 from target_worker.lineup import Key, Lineup
-from target_worker.sequence import TargetSequence
+from target_worker.sequence import NotFinite, TargetSequence, finite
 
 log = logging.getLogger(__name__)
 
 RESTARTS = 3
-"""How often a group is started again before the worker gives up and ends."""
+"""How often a group is started again without a pass in between before the worker gives up and ends."""
 
 Link = Hashable
 """Whoever gave the sequence: events about it go back there."""
@@ -91,6 +91,7 @@ class TargetEngine:
         self._limit = min(model.context_limit, model.pages.count * TILE - 1)
         self._pass_s = 0.0  # decayed mean of a pass
         self.passes = 0
+        self._restarts = 0  # since the last pass
         self.landings = {landing: 0 for landing in Landing}
 
     @property
@@ -190,6 +191,7 @@ class TargetEngine:
             self._begin_again(lost)
             return True
         self.passes += 1
+        self._restarts = 0
         self._cost.observe(_load(runs), self._clock() - began)
         for share, own in laid:
             self._finish_share(share, [next(logits) for _ in own], started_ns)
@@ -205,13 +207,14 @@ class TargetEngine:
     def _begin_again(self, lost: GroupLost) -> None:
         """All KV is gone: the group comes back, and every sequence goes on from the tokens it holds."""
         log.error("%s; starting the group again", lost)
-        for left in reversed(range(RESTARTS)):
+        while True:
+            self._restarts += 1
+            if self._restarts > RESTARTS:
+                raise lost
             try:
                 self._model.restart()
                 break
-            except GroupLost as again:  # a rank that dies while it starts
-                if not left:
-                    raise
+            except (GroupLost, ModelRefused) as again:  # a rank that ends while it starts
                 log.error("%s; once more", again)
         for sequence in self.lineup.running:
             sequence.lose_kv()
@@ -221,15 +224,12 @@ class TargetEngine:
         if not share.pays:
             sequence.prefilled()
             return
-        poisoned = any(np.isnan(rows.max()) for rows in logits)
         try:
-            if poisoned:
-                raise SequenceRefused("the model's logits for this sequence are not numbers")
             self._tell(sequence, self._settle(sequence, logits), started_ns)
         except (SequenceRefused, ArithmeticError, LookupError, ValueError) as error:
             # One request's trouble: the others of this pass go on.
             log.exception("sequence %s", sequence.seq)
-            self._drop((sequence.link, sequence.seq), poisoned=poisoned)
+            self._drop((sequence.link, sequence.seq), poisoned=isinstance(error, NotFinite))
             self._emit(sequence.link, Refused(sequence.seq, str(error), traceparent=sequence.traceparent))
 
     def _settle(self, sequence: TargetSequence, logits: list[NDArray[np.float32]]) -> _Settled:
@@ -242,7 +242,8 @@ class TargetEngine:
         depth, drafted_depth = sequence.deepest(checked), sequence.deepest(sequence.drafted(checked))
         hinted = (drafted_depth, len(sequence.drafted(decided.path)))
         digests = sequence.digests(decided, rows)
-        finish = sequence.commit(decided, checked)
+        sick = not all(map(finite, rows.values()))
+        finish = sequence.commit(decided, checked, sick=sick)
         return _Settled(base_len, len(checked), depth, len(logits) > 1, decided, finish, fresh, hinted, digests)
 
     def _tell(self, sequence: TargetSequence, settled: _Settled, started_ns: int) -> None:

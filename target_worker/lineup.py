@@ -65,12 +65,11 @@ class Lineup:
         """From the queue, in order, while there is room; then it is the next one's turn to be first in a pass."""
         while self._queued and len(self._running) < self._most:
             sequence = self._all[self._queued[0]]
-            sequence.admit()
             due = sum(other.pages_due for other in self.running)
             # One page to spare, for whoever grows next; more would leave KV unused for what may never come.
-            if self._running and due + sequence.pages_due + 1 > self._pages.available:
-                sequence.kv.release(sequence.text.tokens)
+            if self._running and due + sequence.pages_asked() + 1 > self._pages.available:
                 break
+            sequence.admit()
             key = self._queued.popleft()
             self._running.append(key)
             self._admitted.append(key)

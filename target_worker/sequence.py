@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forerun.core.acceptance import Calibration
+from forerun.core.errors import SequenceRefused
 from forerun.core.messages import Start
 from forerun.core.ngram import NgramIndex
 from forerun.core.pages import KV, TILE, OutOfPages, Pages
-from forerun.core.params import Finish, Source
+from forerun.core.params import MOST_DRAFT_TOKENS, Finish, Source
 from forerun.core.patience import Patience
 from forerun.core.pick import Picker, Proposal
 from forerun.core.plan import TYPICAL, Share, Waiting
@@ -22,6 +24,16 @@ from forerun.core.tree import ROOT, Bounds, TokenTree
 from forerun.core.walk import Walk, walk
 from forerun.core.worth import HintWorth
 from forerun.runtime.passes import Row, Run
+
+
+class NotFinite(SequenceRefused):
+    """A row that decides a token is no number."""
+
+
+def finite(row: Row) -> bool:
+    """Whether a row of logits can be picked from: banned tokens may be -inf, nothing else."""
+    return bool(np.isfinite(row.max()))
+
 
 MOST_NODES = 256
 """Bound of the hint store of one sequence."""
@@ -49,7 +61,9 @@ class TargetSequence:
         self.prompt_len = start.prompt_len
         self.most_len = min(context_limit, start.prompt_len + start.params.max_tokens)
         sampling = start.params.sampling
-        bounds = Bounds(MOST_NODES, vocab_size, start.params.ends, sampling.chain_only)
+        # What it did not ask for is not kept: nothing would be learned of it. Lookups are this process's own.
+        drafts = frozenset(source for source in Source if self._accepts(source) and source is not Source.NGRAM)
+        bounds = Bounds(MOST_NODES, vocab_size, start.params.ends, sampling.chain_only, drafts)
         self.text = TokenSequence(start.tokens, bounds)
         self.kv = KV(pages)
         self.found: int | None = None  # prompt tokens that were in KV when it was first admitted
@@ -100,6 +114,11 @@ class TargetSequence:
         """Pages it still needs to pay its debt and commit one more token."""
         return -(-(self.text.committed_len + 1) // TILE) - len(self.kv.trunk.pages)
 
+    def pages_asked(self) -> int:
+        """Available pages that admitting it would claim, what is known of its tokens included."""
+        known, idle = self.kv.pages.known_of(self.text.tokens)
+        return self.pages_due - known + idle
+
     # --- KV ------------------------------------------------------------------------------------
 
     def admit(self) -> None:
@@ -122,7 +141,7 @@ class TargetSequence:
 
     def close(self, *, poisoned: bool = False) -> None:
         """It is over here."""
-        self.unlay()
+        self.unlay(poisoned=poisoned)
         self.kv.release(() if poisoned else self.text.tokens, poisoned=poisoned)
         self.spans.close()
 
@@ -155,7 +174,8 @@ class TargetSequence:
         chain, node = TokenTree(self.text.tokens[-1]), ROOT
         for token in guess:
             node = chain.add(node, token, score, Source.NGRAM)
-        self.text.tree.graft(chain, bounds=self.text.bounds)
+        bounds = replace(self.text.bounds, most_nodes=MOST_NODES + MOST_DRAFT_TOKENS, sources=None)
+        self.text.tree.graft(chain, bounds=bounds)
 
     def lay(self, share: Share[TargetSequence]) -> list[Run]:
         """Its runs of the pass: the debt with the likeliest nodes behind it, then a run for each branch.
@@ -168,8 +188,11 @@ class TargetSequence:
         try:
             path = self.kv.extend(len(debt) + len(lines[0][1]))
         except OutOfPages:
-            lines = [(-1, ())]
+            # As many as its last page has room for: that depends on nothing that was drawn.
             path = self.kv.extend(len(debt))
+            room = len(path.pages) * TILE - start - len(debt)
+            lines = [(-1, lines[0][1][:room])]
+            path = self.kv.extend(len(debt) + len(lines[0][1]))
         tokens = self.text.tree.tokens
         trunk = Run(path, debt + tuple(tokens[node] for node in lines[0][1]), start, 0)
         if share.pays:
@@ -194,10 +217,10 @@ class TargetSequence:
         self._laid.append((run, nodes))
         return run
 
-    def unlay(self) -> None:
-        """The pass will not happen for it."""
+    def unlay(self, *, poisoned: bool = False) -> None:
+        """The pass will not happen, or does not count, for it."""
         for run, _ in self._laid[1:]:
-            self.kv.drop(run.path)
+            self.kv.drop(run.path, poisoned=poisoned)
         self._laid.clear()
 
     def prefilled(self) -> None:
@@ -220,6 +243,8 @@ class TargetSequence:
 
         def pick(node: int, depth: int, child: int | None) -> int:
             proposal = None if child is None else Proposal(tree.tokens[child], tree.laws[child])
+            if not finite(rows[node]):
+                raise NotFinite("the model's logits for this sequence are not numbers")
             return self._picker.pick(rows[node], base_len + depth, proposal)
 
         return walk(tree, rows.keys(), pick, self.params.ends, self.room)
@@ -254,12 +279,28 @@ class TargetSequence:
         """Of these nodes, those that a draft sent while the pass before this one ran."""
         return sum(node >= self.settled_rows for node in self.drafted(path))
 
-    def commit(self, decided: Walk, checked: Sequence[int]) -> Finish | None:
-        """KV is cut to the accepted path, the tree re-rooted below the last token. checked: nodes."""
+    def commit(self, decided: Walk, checked: Sequence[int], *, sick: bool = False) -> Finish | None:
+        """KV is cut to the accepted path, the tree re-rooted below the last token. checked: nodes.
+
+        sick: rows of nodes that were not accepted are no numbers. What the pass computed is computed again.
+        """
         self._learn(decided, checked)
         cached_len = self.text.committed_len + decided.accepted
         self.text.advance(decided.tokens)
-        last = decided.path[-1] if decided.path else ROOT
+        if sick:
+            self.unlay(poisoned=True)
+            self.kv.cleanse()
+        else:
+            self._keep_winner(cached_len, decided.path[-1] if decided.path else ROOT)
+        self.settled_rows = len(self.text.tree)
+        if self._ngram is not None:
+            self._ngram.extend(decided.tokens)
+        if decided.ended:
+            return Finish.END_TOKEN
+        return Finish.LENGTH if self.room == 0 else None
+
+    def _keep_winner(self, cached_len: int, last: int) -> None:
+        """The path of the last accepted node becomes the trunk."""
         for run, nodes in self._laid[1:]:
             if last in nodes:
                 self.kv.commit(self.text.tokens, cached_len, run.path)
@@ -268,12 +309,6 @@ class TargetSequence:
         if self.kv.cached_len != cached_len:
             self.kv.commit(self.text.tokens, cached_len)
         self._laid.clear()
-        self.settled_rows = len(self.text.tree)
-        if self._ngram is not None:
-            self._ngram.extend(decided.tokens)
-        if decided.ended:
-            return Finish.END_TOKEN
-        return Finish.LENGTH if self.room == 0 else None
 
     def _learn(self, decided: Walk, checked: Sequence[int]) -> None:
         """What the pass says of its sources: nodes whose parent was reached were judged."""

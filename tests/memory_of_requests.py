@@ -2,8 +2,8 @@
 
     python tests/memory_of_requests.py FOLDER KV_BYTES REQUESTS EVERY
 
-Prints a line of JSON: `baseline` (bytes resident once everything is imported), what the target states before its first
-request (`weights`, `kv`, `workspace`), `resident` after every EVERY requests, and how many KV pages hold something.
+Prints one JSON object: `baseline`, bytes resident once everything is imported; `weights`, `kv` and `workspace`, as the
+target states them before its first request; `resident`, after every EVERY requests that are done.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import json
 import random
 import sys
 
-import torch
-import transformers.models.llama.modeling_llama  # noqa: F401  transformers imports it late; it is program, not model
+import transformers.models.llama.modeling_llama  # noqa: F401  imported late otherwise; it is program, not model
 
 from forerun.core.messages import Emit, Start, TargetParams
 from forerun.core.params import Sampling, SeqId
@@ -24,54 +23,50 @@ from forerun.runtime.serving import LoadOptions, load
 from target_worker.engine import TargetConfig, TargetEngine
 
 TOGETHER = 8
-PROMPT_TOKENS = (20, 200)
+PROMPT_TOKENS = (20, 200)  # most are short
 ANSWER_TOKENS = (2, 4)
 
 
 def main(folder: str, kv_bytes: int, requests: int, every: int) -> None:
     baseline = resident_bytes()
-    options = LoadOptions(folder, dtype="float32", kv_memory=kv_bytes)
-    loaded = load(options, draft=False, sequences=TOGETHER)
-    config = TargetConfig(max_sequences=TOGETHER)
-    cost = measure(loaded.model, config.row_budget)
-    assert loaded.memory is not None
+    loaded = load(LoadOptions(folder, dtype="float32", kv_memory=kv_bytes), draft=False, sequences=TOGETHER)
+    model, config = loaded.model, TargetConfig(max_sequences=TOGETHER)
+    cost = measure(model, config.row_budget)
+    assert loaded.memory is not None and isinstance(model, TransformersModel)
     stated = loaded.memory()
-    done = tokens = 0
+
+    done = 0
 
     def told(link: object, event: object) -> None:
-        nonlocal done, tokens
+        nonlocal done
         assert isinstance(event, Emit), event
         done += event.finish is not None
-        tokens += len(event.tokens)
 
-    engine = TargetEngine(loaded.model, loaded.vocab_size, config, told, cost=cost)
-    rng = random.Random(1)
-    resident: list[int] = []
-    for started in range(requests):
-        prompt = tuple(rng.randrange(loaded.vocab_size) for _ in range(rng.randint(*PROMPT_TOKENS)))
-        params = TargetParams(Sampling(temperature=0.0), rng.randint(*ANSWER_TOKENS))
-        engine.handle("link", Start(SeqId(f"r{started}"), len(prompt), prompt, params))
-        last = started + 1 == requests
-        while engine.sequence_count >= (1 if last else TOGETHER):
-            engine.step()
-        if len(resident) < done // every:
+    engine = TargetEngine(model, loaded.vocab_size, config, told, cost=cost)
+    draw = random.Random(1)
+    started, resident = 0, list[int]()
+    while done < requests:
+        while started < requests and engine.sequence_count < TOGETHER:
+            length = int(draw.triangular(*PROMPT_TOKENS, PROMPT_TOKENS[0]))
+            prompt = tuple(draw.randrange(loaded.vocab_size) for _ in range(length))
+            asked = TargetParams(Sampling(temperature=0.0), draw.randint(*ANSWER_TOKENS))
+            engine.handle("link", Start(SeqId(f"r{started}"), length, prompt, asked))
+            started += 1
+        engine.step()
+        if done // every > len(resident):
             resident.append(resident_bytes())
-    assert isinstance(loaded.model, TransformersModel)
-    print(
-        json.dumps(
-            {
-                "baseline": baseline,
-                "weights": stated.weights,
-                "kv": stated.kv,
-                "workspace": stated.workspace,
-                "resident": resident,
-                "kv_touched": loaded.model.attention.touched_bytes(),
-                "threads": torch.get_num_threads(),
-                "done": done,
-                "tokens": tokens,
-            }
-        )
-    )
+    told_all = {
+        "baseline": baseline,
+        "weights": stated.weights,
+        "kv": stated.kv,
+        "workspace": stated.workspace,
+        "resident": resident,
+        "done": done,
+        "kv_touched": model.attention.touched_bytes(),
+        "idle": model.pages.idle,
+        "pages": model.pages.count,
+    }
+    print(json.dumps(told_all))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,10 @@ class NotMeasured(ForerunError):
     """A stream ended before the long prompt was read."""
 
 
+MOST_KNOWN = 128
+"""Tokens of the long prompt that may be in KV by chance."""
+
+
 @dataclass(frozen=True, slots=True)
 class InterferePlan:
     streams: int = 4
@@ -84,7 +88,7 @@ async def measure_interference(
         raise InvalidRequest(
             f"--prompt-tokens: a prompt of {plan.prompt_tokens} does not fit the context limit of {info.context_limit}"
         )
-    rng = random.Random(plan.seed)
+    rng = random.Random(f"{plan.seed} {speculation}")  # prompts of its own: known ones would not be read again
     return [await _arrival(client, info, plan, rng, speculation) for _ in range(plan.rounds)]
 
 
@@ -108,6 +112,8 @@ async def _arrival(
             answer = await receive(client, long)
             sent, ttft = answer.timeline.sent, answer.timeline.ttft
             assert ttft is not None, "one token was asked for"
+            if (known := answer.finished.usage.cached) > MOST_KNOWN:
+                raise NotMeasured(f"{known} tokens of the long prompt were in KV already; give another --seed")
             read = sent + ttft
             await streams.until(lambda: all(times[-1] > read for times in streams.arrivals))
             arrivals = [tuple(times) for times in streams.arrivals]

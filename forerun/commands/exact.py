@@ -104,7 +104,7 @@ def judge(
     if speculative and not found["drafted"]:
         problems.append("no drafted token was checked: plain decoding was compared with itself")
     if scenario == PREEMPT and not found["preempted"]["times"]:
-        problems.append("no sequence lost its KV: name a smaller --preempt-kv")
+        problems.append("no sequence lost its KV: ask for longer answers (--max-tokens) or name a smaller --preempt-kv")
     if scenario == FAILOVER and not found["continued"]:
         problems.append("no answer was continued by a second worker: ask for longer ones, or more at once")
     return Result(scenario, run, exactness(reference, {run: samples}), found, tuple(problems))
@@ -129,6 +129,8 @@ def figures(samples: Sequence[Sample]) -> dict[str, Any]:
         },
         "continued": sum(sample.targets > 1 for sample in samples),
         "not_exact": sum(sample.not_exact for sample in samples),
+        "prompt_tokens": sum(sample.prompt_tokens for sample in samples),
+        "cached": sum(sample.cached for sample in samples),
         "longest_prompt": max((sample.prompt_tokens for sample in samples), default=0),
     }
 

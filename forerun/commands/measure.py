@@ -170,6 +170,8 @@ def summarise(record: Record, plain: Record | None) -> dict[str, Any]:
         "seconds": record.seconds,
         "tokens_per_s": speed,
         **_speculation(record.samples),
+        "prompt_tokens": sum(sample.prompt_tokens for sample in record.samples),
+        "cached": sum(sample.cached for sample in record.samples),
         "ttft_ms": percentiles([s.timeline.ttft for s in record.samples if s.timeline.ttft is not None]),
         "itl_ms": percentiles([latency for sample in record.samples for latency in sample.timeline.itl]),
         "ratio_to_plain": ratio(speed or 0.0, plain_speed or 0.0),

@@ -49,10 +49,10 @@ def parse_size(text: str) -> int | None:
     if text.strip().lower() == "auto":
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    size = int(float(found[1]) * UNITS[found[2]]) if found and found[2] in UNITS else 0
-    if size < 1:
+    size = float(found[1]) * UNITS[found[2]] if found and found[2] in UNITS else 0.0
+    if not 1 <= size < 2**60:
         raise InvalidRequest(f"a size is auto, or a number above 0 with one of KiB, MiB, GiB, TiB, not {text!r}")
-    return size
+    return int(size)
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

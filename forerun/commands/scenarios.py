@@ -96,7 +96,8 @@ class Scenarios:
             if "alone" in plan.names:
                 for name in plan.sources:
                     self._judge("alone", name, await self._answers(self._run(opened, name), plan.prompts, 1))
-            if "batch" in plan.names:
+        if "batch" in plan.names:
+            async with self.services.open() as opened:  # others: here prompts are read beside answers, not found in KV
                 for name in (PLAIN, *plan.sources):
                     run = replace(self._run(opened, name), stagger_s=plan.stagger_s)
                     self._judge("batch", name, await self._answers(run, self._shuffled(), plan.streams))

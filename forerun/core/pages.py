@@ -20,6 +20,10 @@ LEAST_COPY = 8
 """Columns of a known page that are worth copying it for."""
 
 
+MOST_COMPARED = 32
+"""Known pages that begin alike which are looked through for the one that agrees longest, the newest ones."""
+
+
 class OutOfPages(Exception):
     """No page is free and none is idle. The engine takes them from somebody or waits; never fatal."""
 
@@ -59,6 +63,7 @@ class Pages:
         self._known: dict[int, _Known] = {-1: _Known(-1, ())}
         self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by nobody; longest idle first
         self._copies: dict[int, int] = {}  # page from, by page to
+        self._condemned: set[int] = set()  # to be scrubbed when nobody holds them
 
     @property
     def available(self) -> int:
@@ -105,16 +110,38 @@ class Pages:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int], poisoned: bool = False) -> None:
-        """The last page first: what lies below a page must be idle before it. poisoned: not numbers, scrub."""
+        """The last page first: what lies below a page must be idle before it.
+
+        poisoned: they may hold what is no number. Nobody finds them any more, and who holds them last leaves zeros:
+        a column that a row does not see weighs 0, and 0 times such a value is no number either.
+        """
         for page in reversed(pages):
+            if poisoned:
+                self._condemn(page)
             self._holders[page] -= 1
             if self._holders[page] == 0:
-                if poisoned and page not in self._known:
-                    self._copies[page] = self.blank
-                if page in self._known:
-                    self._idle[page] = None
-                else:
-                    heapq.heappush(self._free, page)
+                self._let_go(page)
+
+    def _let_go(self, page: int) -> None:
+        if page in self._known:
+            self._idle[page] = None
+            return
+        if page in self._condemned:
+            self._condemned.discard(page)
+            self._copies[page] = self.blank
+        heapq.heappush(self._free, page)
+
+    def _condemn(self, page: int) -> None:
+        """And all that is known to follow it."""
+        self._condemned.add(page)
+        if page not in self._known:
+            return
+        for below in [below for pages in self._known[page].below.values() for below in pages]:
+            self._condemn(below)
+            if self._holders[below] == 0:
+                self._let_go(below)
+        self._unpublish(page)
+        self._idle.pop(page, None)
 
     # --- growing -------------------------------------------------------------------------------
 
@@ -185,6 +212,16 @@ class Pages:
             length += same
         return path, length
 
+    def known_of(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """How many whole pages `find` would hold, and how many of them are idle now. Changes nothing."""
+        above, count, idle = -1, 0, 0
+        for start in range(0, len(tokens) - TILE, TILE):
+            page = self._below(above, tuple(tokens[start : start + TILE]))
+            if page is None:
+                break
+            above, count, idle = page, count + 1, idle + (self._holders[page] == 0)
+        return count, idle
+
     def publish(self, above: int, page: int, tokens: tuple[int, ...]) -> int:
         """Make `page`, which holds `tokens` after the known page `above` (-1: none), findable.
 
@@ -195,22 +232,20 @@ class Pages:
             self.hold([twin])
             self.release([page])
             return twin
-        if page not in self._known:
+        if page not in self._known and above in self._known:
             self._known[page] = _Known(above, tokens)
             self._known[above].below.setdefault(tokens[0], []).append(page)
         return page
 
-    def known(self, page: int) -> bool:
-        return page in self._known
-
     def _below(self, above: int, tokens: tuple[int, ...]) -> int | None:
-        candidates = self._known[above].below.get(tokens[0], ())
+        candidates = self._known[above].below.get(tokens[0], ()) if above in self._known else ()
         return next((page for page in candidates if self._known[page].tokens == tokens), None)
 
     def _nearest(self, above: int, tokens: Sequence[int]) -> tuple[int | None, int]:
         """The known page after `above` that agrees longest with `tokens`."""
         best, longest = None, 0
-        for page in self._known[above].below.get(tokens[0], ()) if tokens else ():
+        candidates = self._known[above].below.get(tokens[0], []) if tokens else []
+        for page in candidates[-MOST_COMPARED:]:
             same = _agree(self._known[page].tokens, tokens)
             if same > longest:
                 best, longest = page, same
@@ -224,9 +259,16 @@ class Pages:
             del siblings[known.tokens[0]]
 
 
-def _agree(a: Sequence[int], b: Sequence[int]) -> int:
+def _agree(a: tuple[int, ...], b: Sequence[int]) -> int:
     """Length of the common beginning."""
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == tuple(b[low:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class KV:
@@ -267,9 +309,9 @@ class KV:
             raise
         return fork
 
-    def drop(self, path: Path) -> None:
+    def drop(self, path: Path, *, poisoned: bool = False) -> None:
         """A branch is not needed any more."""
-        self.pages.release(path.pages)
+        self.pages.release(path.pages, poisoned)
         path.pages = []
 
     def commit(self, tokens: Sequence[int], length: int, path: Path | None = None, *, reclaim: bool = True) -> None:
@@ -296,6 +338,13 @@ class KV:
         self.pages.cut(self.trunk, length, reclaim=True)
         self.cached_len = length
         self._published = min(self._published, length // TILE)
+
+    def cleanse(self) -> None:
+        """Columns beyond cached_len may hold what is no number: from the unfinished page on all is given up."""
+        whole = self.cached_len // TILE
+        self.pages.release(self.trunk.pages[whole:], poisoned=True)
+        del self.trunk.pages[whole:]
+        self.cached_len = whole * TILE
 
     def release(self, tokens: Sequence[int] = (), *, poisoned: bool = False) -> None:
         """Give everything back. With its `tokens`, the unfinished last page stays known too."""

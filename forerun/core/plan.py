@@ -81,8 +81,9 @@ def _debts(
     """Rows by key, and what they cost together."""
     debts: dict[Key, int] = {}
     load = Load(0)
+    spare = min(LEAST_PROMPT_ROWS, row_budget // 4) if any(item.debt > 1 for item in waiting) else 0
     for item in waiting:
-        if item.debt == 1 and load.rows < row_budget:
+        if item.debt == 1 and load.rows < row_budget - spare:
             debts[item.key] = 1
             load += Load.of_run(1, item.cached_len)
     alone_s = cost.seconds(load) if debts else 0.0

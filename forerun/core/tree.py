@@ -32,9 +32,12 @@ class Bounds:
     vocab_size: int = 1 << 31
     ends: frozenset[int] = frozenset()  # nothing is kept below one of these
     one_child: bool = False  # rejection mode: the first draw at a position is the only one
+    sources: frozenset[Source] | None = None  # None: any
 
-    def allows(self, token: int, law: NodeLaw | None) -> bool:
+    def allows(self, token: int, law: NodeLaw | None, source: Source | None) -> bool:
         """A drawn token is taken or not by its law: dropping it for what was drawn would bias the answer."""
+        if self.sources is not None and source not in self.sources:
+            return False
         return (token if law is None else max(law.tokens)) < self.vocab_size
 
 
@@ -202,7 +205,7 @@ class TokenTree:
             children = self._children[parent]
             if token not in children and (
                 self.node_count >= bounds.most_nodes
-                or not bounds.allows(token, other.laws[row])
+                or not bounds.allows(token, other.laws[row], other.sources[row])
                 or (bounds.one_child and children)
             ):
                 continue

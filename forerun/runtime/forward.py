@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _PROOF = 9
 """Tokens of the proof at start: enough for rows of one pass and of many, few enough to take no time."""
 
+_LONG_PROOF = 2 * TILE + _PROOF
+"""Tokens of the proof that the rows of a long pass are those of short ones."""
+
 _SEQUENCES = 16
 """For how many sequences of full length there is KV unless said."""
 
@@ -61,6 +64,15 @@ class KVShape:
     def page_bytes(self) -> int:
         """Of keys and values."""
         return self.layers * 2 * self.kv_heads * TILE * self.head_dim * self.element_bytes
+
+
+def _padded(rows: int, tile: int) -> int:
+    """Rows that a pass of `rows` computes on a CPU: of few different numbers.
+
+    oneDNN keeps half a megabyte of code for each number of rows of each shape of weights, up to a thousand of them.
+    """
+    step = 4 if rows <= 16 else 8 if rows <= 64 else 16
+    return max(tile, -(-rows // step) * step)
 
 
 class TransformersModel:
@@ -140,8 +152,8 @@ class TransformersModel:
         """[len(batch.wanted), vocab] float32 on the CPU."""
         if self._graphed is not None:
             return self._graphed(batch)
-        pad = (0, max(0, self._tile - len(batch.tokens)))
-        asked = (0, max(0, self._tile - len(batch.wanted)))
+        pad = (0, _padded(len(batch.tokens), self._tile) - len(batch.tokens))
+        asked = (0, _padded(len(batch.wanted), self._tile) - len(batch.wanted))
         self.attention.begin(batch)
         logits = self._compute(
             torch.from_numpy(np.pad(batch.tokens, pad)),
@@ -200,4 +212,16 @@ class TransformersModel:
             rows = self.forward([company, run] if at == len(tokens) - 1 else [run])[-1]
             if not np.array_equal(rows[0], whole[at]):
                 return False
-        return True
+        return self._long_and_short(len(tokens))
+
+    def _long_and_short(self, rows: int) -> bool:
+        """The same for the last `rows` of a text of several pages: computed with all of it, and by themselves."""
+        length = min(_LONG_PROOF, self.context_limit - 1, (self.pages.count - 1) // 2 * TILE)
+        if length <= rows:
+            return True
+        self.pages.forget()
+        text = tuple(at * 31 % self.vocab_size for at in range(length))
+        whole = self.forward([Run(KV(self.pages).extend(length), text, 0, rows)])[0]
+        path = KV(self.pages).extend(length)
+        self.forward([Run(path, text[:-rows], 0, 0)])
+        return np.array_equal(self.forward([Run(path, text[-rows:], length - rows, rows)])[0], whole)

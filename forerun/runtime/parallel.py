@@ -63,6 +63,7 @@ class Group:
         self._home = tempfile.mkdtemp(prefix="forerun-group-")  # of a rendezvous, readable by this user only
         self._ending = False
         self.broken: str | None = None  # why, once a rank is gone
+        self._asking = threading.Lock()  # of the processes and controls, while a broken group is looked into
 
     def launch(self) -> None:
         """Start the processes; they load while rank 0 does."""
@@ -126,8 +127,9 @@ class Group:
         """End the group loudly. The error names the rank that ended first, as well as can be told."""
         if not self._ending:
             self._ending = True
-            told = self._last_words(None if lost is None else lost.peer)
-            self.broken = told or self.broken or str(lost)
+            with self._asking:
+                told = self.broken or self._last_words(None if lost is None else lost.peer)
+            self.broken = told or str(lost)
             log.error("the tensor-parallel group is lost: %s", self.broken)
             self.stop()
         return GroupLost(f"the tensor-parallel group is lost: {self.broken}")
@@ -203,9 +205,11 @@ class Group:
     def _watch(self) -> None:
         """Tell of a rank that dies while nothing is computed; the next pass would only then find out."""
         wait([process.sentinel for process in self._processes.values()])
-        if not self._ending:
+        with self._asking:
+            if self._ending:
+                return
             self.broken = self._last_words(None) or "a rank ended"
-            log.error("between passes: %s", self.broken)
+        log.error("between passes: %s", self.broken)
 
     def _last_words(self, suspect: int | None) -> str:
         """Which rank broke the group: one that was killed, else one that says why, else `suspect`, which hangs."""

@@ -74,6 +74,8 @@ def load(options: LoadOptions, *, draft: bool, sequences: int) -> Loaded:
         return Loaded(simulated, text.vocab_size, folder, folder, text.eos_token_ids)
     import torch
 
+    import forerun.runtime.forward  # noqa: F401  what is imported is no part of the model
+
     torch.set_num_threads(options.threads)
     began, baseline = time.monotonic(), resident_bytes()
     try:
@@ -113,8 +115,10 @@ def _build(folder: str, options: LoadOptions, context_limit: int, draft: bool, s
         return TransformersModel(weights, context_limit, pages(shape, 0), exact=not draft)
     from forerun.runtime.parallel import ParallelModel
     from forerun.runtime.ranks import GroupSpec
+    from forerun.runtime.shards import check_divides, plan_of
 
     _, outline = described(folder, options.dtype, options.layers)
+    check_divides(outline, plan_of(outline), options.tp)  # before any process is started for it
     weight_bytes = sum(weight.nbytes for weight in outline.parameters())
     # The ranks share this machine's memory: together their pages are as large as one of the whole model.
     count = pages(KVShape.of(outline), weight_bytes)

@@ -71,8 +71,12 @@ class SimSpec:
                 float(match[1]) * scale if name.endswith("_s") or name in ("accept", "branch") else int(float(match[1]))
             )
         spec = cls(**values)  # type: ignore[arg-type]
-        if not (0.0 <= spec.accept <= 1.0 and 0.0 <= spec.branch <= 1.0 and spec.vocab > 3 and spec.context > 1):
-            raise ModelRefused("a simulated model needs accept and branch in [0, 1], vocab above 3 and context above 1")
+        fine = 0.0 <= spec.accept <= 1.0 and 0.0 <= spec.branch <= 1.0 and 0 <= spec.seed < 2**63
+        if not fine or not 3 < spec.vocab < 2**24 or not 1 < spec.context < 2**24:
+            raise ModelRefused(
+                "a simulated model needs accept and branch in [0, 1], vocab above 3 and context above 1 (both below "
+                "2**24), and a seed below 2**63"
+            )
         return spec
 
 

@@ -73,7 +73,7 @@ class TiledAttention:
         self._write = torch.zeros((0, 3), dtype=torch.int64)
         self._stretches: list[tuple[int, int, int, int]] = []
         self._each_once = True  # every row goes to one place, in order
-        self._touched: set[int] = set()  # pages ever written
+        self._touched: set[int] = set()  # pages ever written or read: either makes them take memory
         self.bytes_moved = 0  # by page copies, since start
 
     def begin(self, batch: Batch) -> None:
@@ -82,7 +82,7 @@ class TiledAttention:
             self._keys[:, to] = self._keys[:, source]
             self._values[:, to] = self._values[:, source]
             self.bytes_moved += len(batch.copies) * self._page_bytes
-        self._touched.update(batch.writes[:, 1].tolist(), batch.copies[:, 1].tolist())
+        self._touched.update(batch.tables[batch.tables >= 0].tolist(), batch.copies[:, 1].tolist())
         self._write = torch.from_numpy(batch.writes.copy())
         self._stretches = _stretches(batch.writes)
         self._each_once = bool((batch.writes[:, 0] == np.arange(len(batch.writes))).all())

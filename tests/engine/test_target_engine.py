@@ -23,6 +23,7 @@ from forerun.core.tree import ROOT, TokenTree
 from forerun.runtime.forward import TransformersModel
 from forerun.runtime.models import load_causal_lm
 from forerun.runtime.passes import Run
+from forerun.runtime.tiled import TiledAttention
 from target_worker.engine import TargetConfig, TargetEngine
 
 VOCAB, CONTEXT, N = 256, 512, 30
@@ -265,29 +266,110 @@ def test_a_lost_group_costs_time_and_no_token(folder: str, dtype: str) -> None:
 
 
 class Poisoned(TransformersModel):
-    """What follows token 13 is not a number, in KV and logits."""
+    """What follows token 13 is not a number, in KV and logits, once `armed`."""
+
+    armed = False
 
     def forward(self, runs: Sequence[Run]) -> list[NDArray[np.float32]]:
         logits = super().forward(runs)
         for run, rows in zip(runs, logits, strict=True):
-            if 13 in run.tokens:
-                self.attention._keys[:, run.path.pages[-1]] = float("nan")  # type: ignore[attr-defined]
-                self.attention._values[:, run.path.pages[-1]] = float("nan")  # type: ignore[attr-defined]
-                rows[:] = float("nan")
+            if self.armed and 13 in run.tokens:
+                at = run.tokens.index(13)
+                tile, column = divmod(run.start + at, TILE)
+                for page in run.path.pages[tile:]:
+                    self.attention._keys[:, page, :, :, column:] = float("nan")  # type: ignore[attr-defined]
+                    self.attention._values[:, page, :, column:] = float("nan")  # type: ignore[attr-defined]
+                rows[max(0, at - (len(run.tokens) - len(rows))) :] = float("nan")
         return logits
 
 
-def test_what_is_not_a_number_ends_one_sequence_and_leaves_nothing_behind(folder: str) -> None:
-    healthy = [token + (token == 13) for token in prompts(1, 40)[0]]
+@pytest.mark.parametrize("length", [3, 300])
+def test_what_is_not_a_number_ends_one_sequence_and_leaves_nothing_behind(folder: str, length: int) -> None:
+    """A short prompt, and one whose full pages are known by the time its logits are looked at."""
+    healthy = [token + (token == 13) for token in prompts(1, 300)[0]]
     ((right, digests),) = alone(folder, "float32", [healthy])
-    model = model_of(folder, pages=2, kind=Poisoned)
+    model = model_of(folder, pages=4, kind=Poisoned)
+    model.armed = True  # type: ignore[attr-defined]
     told = Told(model)
-    sick = told.start([1, 2, 13])
+    sick = told.start([13, *healthy[: length - 2], 13])
     told.settle()
     (refused,) = (event for event in told.events if isinstance(event, Refused))
     assert refused.seq == sick
     assert "not numbers" in refused.reason
+    assert model.pages.idle == 0, "nobody finds them"
     for _ in range(2):  # in every page there is
         seq = told.start(healthy, 12)
         told.settle()
         assert told.answer(seq) == (right[:12], digests[:12])
+        model.pages.forget()
+
+
+@pytest.mark.parametrize("length", [40, TILE - 1, TILE])
+def test_a_guess_that_is_not_a_number_costs_nothing_but_the_guess(folder: str, length: int) -> None:
+    """Hinted on the main line and on a branch: the answer is the plain one, bit for bit."""
+    healthy = [token + (token == 13) for token in prompts(1, length)[0]]
+    ((right, digests),) = alone(folder, "float32", [healthy])
+    assert 13 not in right
+    model = model_of(folder, kind=Poisoned)
+    model.armed = True  # type: ignore[attr-defined]
+    for lines in ([[(13, 0.9), (5, 0.9)]], [[(right[0], 0.9), (right[1], 0.9)], [(13, 0.4)]]):
+        model.pages.forget()
+        told = Told(model)
+        seq = told.start(healthy, sources=(Source.MODEL,), max_draft_tokens=16)
+        told.engine.handle("link", Hinted(seq, hint_of(healthy, lines)))
+        told.settle()
+        assert told.emits(seq)[0].windows != (0,)
+        assert told.answer(seq) == (right, digests)
+        assert model.pages.held == 0
+
+
+def test_who_waits_copies_nothing_and_is_told_what_was_found_when_it_began(folder: str) -> None:
+    model = model_of(folder, pages=5)
+    system, (first, second) = prompts(1, 200)[0], prompts(2, 60, seed=6)
+    told = Told(model)
+    told.start(system + first, 100)
+    for _ in range(5):
+        told.engine.step()
+    waiting = told.start(system + second, 100)
+    assert isinstance(model.attention, TiledAttention)
+    before = model.attention.bytes_moved
+    while told.engine.lineup.waiting_len:
+        told.engine.step()
+        if told.engine.lineup.waiting_len:
+            assert model.attention.bytes_moved == before
+    told.settle()
+    assert told.emits(waiting)[0].cached == 200
+
+
+class Dying(Failing):
+    """Its group dies in every pass."""
+
+    fail = True
+
+    def restart(self) -> None:
+        super().restart()
+        self.fail = True
+
+
+def test_a_group_that_dies_in_every_pass_ends_the_worker(folder: str) -> None:
+    model = model_of(folder, kind=Failing)
+    told = Told(model)
+    told.start([1, 2, 3])
+    model.__class__ = Dying
+    model.fail = True
+    with pytest.raises(GroupLost, match="SIGKILL"):
+        told.settle()
+    assert isinstance(model, Failing)
+    assert model.lost == 4
+
+
+@pytest.mark.parametrize("source", [None, Source.NGRAM, Source.EARLY_EXIT])
+def test_hints_of_a_source_that_was_not_asked_for_are_not_kept(folder: str, source: Source | None) -> None:
+    (prompt,) = prompts(1, 20)
+    told = Told(model_of(folder))
+    seq = told.start(prompt, sources=(Source.MODEL, Source.NGRAM), max_draft_tokens=16)
+    hint = hint_of(prompt, [[(1, 0.9), (2, 0.9)]])
+    hint.tree.sources[1:] = [source, source]
+    told.engine.handle("link", Hinted(seq, hint))
+    told.settle()
+    assert told.emits(seq)[0].windows == (0,)

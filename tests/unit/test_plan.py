@@ -363,3 +363,10 @@ def test_a_plan_is_a_function_of_its_arguments(
     waiting: list[Waiting[str]], budget: int, chunk: int, cost: PassCost
 ) -> None:
     assert plan_pass(waiting, budget, chunk, cost) == plan_pass(waiting, budget, chunk, cost)
+
+
+def test_prompts_move_on_however_many_decode() -> None:
+    waiting = [decoding(f"d{number}") for number in range(100)] + [prefilling("new", 100)]
+    shares = {share.key: share.debt_rows for share in plan_pass(waiting, 80, 32, PassCost())}
+    assert shares["new"] == 16
+    assert sum(rows == 1 for rows in shares.values()) == 64
