@@ -1,6 +1,6 @@
 """Every way to compute an answer gives the same tokens and the same logits, bit for bit. Exit status 1 if not.
 
-    python benchmarks/exactness.py --prompts FILE [--temperature 1 --seed 7] [--dtype float32] [--threads 1] [--json OUT]
+    python benchmarks/exactness.py --prompts FILE [--temperature 1 --seed 7] [--dtype float32] [--json OUT]
 
 In one process, on the engine itself, so that hundreds of prompts take minutes: `forerun bench --scenarios` does the
 same through services, processes and faults. Each prompt is answered alone and plainly first, the reference for
