@@ -81,6 +81,7 @@ class Service:
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # not from wherever this was started
                 "-m",
                 "forerun.cli",
                 *self.arguments,
