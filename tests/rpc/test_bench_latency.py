@@ -98,9 +98,7 @@ def test_streams_decode_while_a_long_prompt_arrives(fake: FakeGeneration, addr: 
     streams = [request for request in fake.requests if request.WhichOneof("input") != "token_ids"]
     assert (len(long), len(streams)) == (4, 8)
     assert {len(request.token_ids.token_ids) for request in long} == {300}
-    assert len({tuple(request.token_ids.token_ids) for request in long}) == 4, (
-        "a known prompt is not read again"
-    )
+    assert len({tuple(request.token_ids.token_ids) for request in long}) == 4, "a known prompt is not read again"
     plain = [request.speculation.mode == pb.SpeculationParams.OFF for request in streams]
     assert plain == [True] * 4 + [False] * 4
     found = json.loads(out.read_text())["interference"]
