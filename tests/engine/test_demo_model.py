@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import Cluster, ScriptedDraft, asks
+from cluster import Cluster, ScriptedDraft, asks, level
 from transformers import AutoModelForCausalLM
 
 from coordinator.session import Session
@@ -81,7 +81,8 @@ class Run:
         self.cluster = Cluster(faults or Faults(), clock=lambda: time.monotonic_ns() // 1_000_000)
         config = TargetConfig(max_sequences=PROMPTS)
         self._text = text
-        self.cluster.attach_target(lambda emit: TargetEngine(model, text.vocab_size, config, emit))
+        model.pages.forget()  # what tests before knew
+        self.cluster.attach_target(lambda emit: TargetEngine(model, text.vocab_size, config, emit, **level()))
 
     def with_early_exit(self, model: TransformersModel) -> Any:
         config = DraftConfig(source=Source.EARLY_EXIT, width=PROMPTS)
