@@ -27,7 +27,7 @@ from forerun.core.spans import Record, record_nothing
 from forerun.core.walk import Walk
 from forerun.runtime.passes import Model, Run
 from target_worker.lineup import Key, Lineup
-from target_worker.sequence import NotFinite, TargetSequence, finite
+from target_worker.sequence import NotFinite, TargetSequence
 
 log = logging.getLogger(__name__)
 
@@ -242,8 +242,7 @@ class TargetEngine:
         depth, drafted_depth = sequence.deepest(checked), sequence.deepest(sequence.drafted(checked))
         hinted = (drafted_depth, len(sequence.drafted(decided.path)))
         digests = sequence.digests(decided, rows)
-        sick = not all(map(finite, rows.values()))
-        finish = sequence.commit(decided, checked, sick=sick)
+        finish = sequence.commit(decided, checked, sick=sequence.sick(decided, rows))
         return _Settled(base_len, len(checked), depth, len(logits) > 1, decided, finish, fresh, hinted, digests)
 
     def _tell(self, sequence: TargetSequence, settled: _Settled, started_ns: int) -> None:

@@ -25,18 +25,12 @@ from forerun.core.walk import Walk, walk
 from forerun.core.worth import HintWorth
 from forerun.runtime.passes import Row, Run
 
+MOST_NODES = 256
+"""Bound of the hint store of one sequence."""
+
 
 class NotFinite(SequenceRefused):
     """A row that decides a token is no number."""
-
-
-def finite(row: Row) -> bool:
-    """Whether a row of logits can be picked from: banned tokens may be -inf, nothing else."""
-    return bool(np.isfinite(row.max()))
-
-
-MOST_NODES = 256
-"""Bound of the hint store of one sequence."""
 
 
 class TargetSequence:
@@ -193,12 +187,11 @@ class TargetSequence:
             room = len(path.pages) * TILE - start - len(debt)
             lines = [(-1, lines[0][1][:room])]
             path = self.kv.extend(len(debt) + len(lines[0][1]))
-        tokens = self.text.tree.tokens
-        trunk = Run(path, debt + tuple(tokens[node] for node in lines[0][1]), start, 0)
-        if share.pays:
-            trunk = Run(path, trunk.tokens, start, 1 + len(lines[0][1]))
+        nodes = lines[0][1]
+        guessed = tuple(self.text.tree.tokens[node] for node in nodes)
+        trunk = Run(path, debt + guessed, start, 1 + len(nodes) if share.pays else 0)
         runs: list[Run | None] = [trunk]
-        self._laid = [(trunk, lines[0][1])]
+        self._laid = [(trunk, nodes)]
         for leaves, nodes in lines[1:]:
             runs.append(self._lay_branch(runs[leaves], nodes))
         return [run for run, _ in self._laid]
@@ -243,7 +236,7 @@ class TargetSequence:
 
         def pick(node: int, depth: int, child: int | None) -> int:
             proposal = None if child is None else Proposal(tree.tokens[child], tree.laws[child])
-            if not finite(rows[node]):
+            if not _finite(rows[node]):
                 raise NotFinite("the model's logits for this sequence are not numbers")
             return self._picker.pick(rows[node], base_len + depth, proposal)
 
@@ -253,8 +246,12 @@ class TargetSequence:
         """64 bits of the logits that picked each of its tokens; none unless asked for."""
         if not self.params.logits_digest:
             return ()
-        judged_by = (ROOT, *decided.path)[: len(decided.tokens)]
-        return tuple(int.from_bytes(hashlib.blake2b(rows[node].data, digest_size=8).digest()) for node in judged_by)
+        hashes = (hashlib.blake2b(rows[node].data, digest_size=8) for node in _judges(decided))
+        return tuple(int.from_bytes(each.digest()) for each in hashes)
+
+    def sick(self, decided: Walk, rows: Mapping[int, Row]) -> bool:
+        """Whether rows that decided nothing are no numbers; those that did were looked at when they were asked."""
+        return not all(_finite(rows[node]) for node in rows.keys() - _judges(decided))
 
     def want(self, lead: int) -> int:
         """Nodes that a draft should hold ready below the last committed token; lead: per node that may be checked."""
@@ -327,3 +324,13 @@ class TargetSequence:
                 self.trust[source].judged(nodes)
             else:
                 self.trust[source].unseen()
+
+
+def _finite(row: Row) -> bool:
+    """Whether a row of logits can be picked from: banned tokens may be -inf, nothing else."""
+    return bool(np.isfinite(row.max()))
+
+
+def _judges(decided: Walk) -> tuple[int, ...]:
+    """Nodes after which its tokens were picked, token by token."""
+    return (ROOT, *decided.path)[: len(decided.tokens)]

@@ -1,6 +1,6 @@
 """What a pass costs: seconds by its load, measured at start and learned while serving.
 
-    seconds = pace * curve(rows) + tile_s * tiles + row_tile_s * row_tiles
+    seconds = pace * (curve(rows) + mixed_s if mixed) + tile_s * tiles + row_tile_s * row_tiles
 
 `pace` follows the machine as a whole (a draft that starts to compute next door slows every pass) within
 some ten passes; a knot of the curve moves slowly, by what pace and tiles leave unexplained, so passes of
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from forerun.core.pages import TILE
 
-TILE = 128
-"""Columns of KV in a tile."""
+Floats = NDArray[np.float64]
 
 KNOTS = (*range(1, 33), 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Rows at which the curve may bend: each one where passes are padded to small tiles of rows."""

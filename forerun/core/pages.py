@@ -19,7 +19,6 @@ TILE = 128
 LEAST_COPY = 8
 """Columns of a known page that are worth copying it for."""
 
-
 MOST_COMPARED = 32
 """Known pages that begin alike which are looked through for the one that agrees longest, the newest ones."""
 

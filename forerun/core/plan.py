@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from forerun.core.cost import TILE, Load, PassCost
+from forerun.core.cost import Load, PassCost
+from forerun.core.pages import TILE
 from forerun.core.tree import ROOT, TokenTree
 
 Key = TypeVar("Key", bound=Hashable)
