@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -29,17 +29,6 @@ app = typer.Typer()
 app.command()(bench)
 
 QUESTIONS = ["one", "two", "three"]
-
-
-@pytest.fixture
-def fake() -> FakeGeneration:
-    return FakeGeneration()
-
-
-@pytest.fixture
-def addr(fake: FakeGeneration) -> Iterator[str]:
-    with serving(fake) as address:
-        yield address
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,21 +13,10 @@ from forerun.commands.bench import bench
 from forerun.commands.bench_interfere import Interference, gaps_within, longest_gap
 from forerun.commands.bench_prefix import Prefix, PrefixPlan
 from forerun.v1 import generation_pb2 as pb
-from tests.rpc.fake_generation import FakeGeneration, serving, shared_len
+from tests.rpc.fake_generation import FakeGeneration, shared_len
 
 app = typer.Typer()
 app.command()(bench)
-
-
-@pytest.fixture
-def fake() -> FakeGeneration:
-    return FakeGeneration()
-
-
-@pytest.fixture
-def addr(fake: FakeGeneration) -> Iterator[str]:
-    with serving(fake) as address:
-        yield address
 
 
 def run(*arguments: str) -> Result:

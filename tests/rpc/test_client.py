@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -17,17 +16,6 @@ from forerun.v1 import generation_pb2 as pb
 from tests.rpc.fake_generation import FakeGeneration, answer_to, serving, words
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-
-
-@pytest.fixture
-def fake() -> FakeGeneration:
-    return FakeGeneration()
-
-
-@pytest.fixture
-def addr(fake: FakeGeneration) -> Iterator[str]:
-    with serving(fake) as address:
-        yield address
 
 
 async def test_generate_gives_the_whole_answer(addr: str) -> None:

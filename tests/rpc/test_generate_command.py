@@ -8,7 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import count
 
 import grpc
@@ -24,17 +23,6 @@ from tests.rpc.fake_generation import TRACE_ID, FakeGeneration, answer_to, servi
 
 app = typer.Typer()
 app.command()(generate)
-
-
-@pytest.fixture
-def fake() -> FakeGeneration:
-    return FakeGeneration()
-
-
-@pytest.fixture
-def addr(fake: FakeGeneration) -> Iterator[str]:
-    with serving(fake) as address:
-        yield address
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:
