@@ -49,7 +49,7 @@ class PagedAttention(Protocol):
         window: int | None,  # a row at position p sees columns above p - window
         softcap: float | None,
     ) -> Tensor:
-        """Store the new rows, then attend: [rows, heads, head_dim], 0 for padding rows."""
+        """Store the new rows, then attend: [rows, heads, head_dim], padding rows get anything."""
         ...
 
 

@@ -48,7 +48,7 @@ class KVShape:
     heads: int
     kv_heads: int
     head_dim: int
-    element_bytes: int  # of what is kept: float32 on a CPU, the model's own type on a GPU
+    element_bytes: int  # as the model computes them
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> KVShape:
@@ -56,8 +56,7 @@ class KVShape:
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        parameter = next(model.parameters())
-        size = parameter.element_size() if parameter.device.type == "cuda" else 4
+        size = next(model.parameters()).element_size()
         return cls(int(config.num_hidden_layers), heads, kv_heads, head_dim, size)
 
     @property
@@ -104,7 +103,7 @@ class TransformersModel:
         """Of the device."""
         shape, pages = self._shape, self.pages.count
         if self._device.type != "cuda":
-            return TiledAttention(shape.layers, pages, shape.heads, shape.kv_heads, shape.head_dim)
+            return TiledAttention(shape.layers, pages, shape.heads, shape.kv_heads, shape.head_dim, self._dtype)
         from forerun.runtime.cuda import GraphedForward, VarlenAttention
         from forerun.runtime.cuda_kernels import choose, make_exact
 

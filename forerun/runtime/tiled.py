@@ -5,6 +5,8 @@ softmax, and what the pages contribute is added up page by page. So a row's bits
 alone: not on the run's length, the batch, or pages beyond its own (they weigh exactly 0). At least
 four query rows a product: fewer take another kernel, which adds in another order.
 
+K and V are kept as the model computes them and gathered into float32 page by page, which changes no bits: pages lie
+anywhere, a product for each costs more than gathering, and bfloat16 is half the bytes to read.
 K lies transposed, [layers, pages, kv_heads, head_dim, TILE]: with few query rows that is nearly twice as fast.
 """
 
@@ -24,6 +26,21 @@ from forerun.runtime.batch import Batch, Ints
 
 _LEAST_LINES = 4
 _MOST_SLICES = 6
+_FEW_TILES = 4
+_WORTH_A_SPAN = 3
+"""Neighbouring pages from which on they are fetched as one piece rather than one by one."""
+_GATHERED_BYTES = 4 << 20
+"""Of float32 pages at once: they stay in the cache until they are multiplied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Entries that are computed together."""
+
+    start: int
+    end: int
+    spans: list[tuple[int, int, int]] | None  # pages [a, b) stand from entry c of the block on; None: too many
+    index: Tensor  # [end - start] pages
 
 
 @dataclass(slots=True)
@@ -31,19 +48,20 @@ class Group:
     """Runs of about as many rows and pages, computed together.
 
     A run's *lines* are its rows times the query heads of one KV head, at least _LEAST_LINES of them; short runs
-    repeat their last. An *entry* is one page read by one run. Indices are of rows of the named tensor, as they lie.
+    repeat their last. An *entry* is one page read by one run, in the order of the pages.
+    Indices are of rows of the named tensor, as they lie.
     """
 
     runs: int
     lines: int  # of each run, repetitions included
     tiles: int  # of the longest run
-    spans: list[tuple[int, int, int, int]]  # pages [a, b) are entries [c, d)
+    pages: Ints  # [entries]
+    blocks: list[Block]
     query: Tensor  # [entries * kv_heads * lines] of [rows * heads, head_dim]
     target: Tensor  # [runs * kv_heads * lines] of the same
     side_by_side: Tensor | None  # [runs * kv_heads * lines * tiles] of [entries * kv_heads * lines, TILE]; None: as is
     apart: Tensor | None  # [entries * kv_heads * lines] of [runs * kv_heads * lines * tiles, TILE]
-    deep: list[int]  # by tile: how many runs have so many; they come first
-    tile: list[Tensor]  # by tile: [deep] entries
+    tile: list[Tensor]  # by tile: the entries of the runs that have so many; these runs come first
     position: Tensor  # [runs, lines]
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window
 
@@ -64,12 +82,16 @@ class Group:
 class TiledAttention:
     """`PagedAttention` of a CPU."""
 
-    def __init__(self, layers: int, pages: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, layers: int, pages: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Zeroed and untouched: memory grows with the pages that are used. One page more is blank for ever."""
         self._heads, self._kv_heads = heads, kv_heads
-        self._keys = _untouched((layers, pages + 1, kv_heads, head_dim, TILE))
-        self._values = _untouched((layers, pages + 1, kv_heads, TILE, head_dim))
+        self._keys = _untouched((layers, pages + 1, kv_heads, head_dim, TILE), dtype)
+        self._values = _untouched((layers, pages + 1, kv_heads, TILE, head_dim), dtype)
+        self._gather = Gather(kv_heads * head_dim * TILE, dtype)
         self._groups: list[Group] = []
+        self._places: Tensor | None = None
         self._write = torch.zeros((0, 3), dtype=torch.int64)
         self._stretches: list[tuple[int, int, int, int]] = []
         self._each_once = True  # every row goes to one place, in order
@@ -86,7 +108,8 @@ class TiledAttention:
         self._write = torch.from_numpy(batch.writes.copy())
         self._stretches = _stretches(batch.writes)
         self._each_once = bool((batch.writes[:, 0] == np.arange(len(batch.writes))).all())
-        self._groups = group(batch, self._heads, self._kv_heads)
+        self._places = None
+        self._groups = group(batch, self._heads, self._kv_heads, self._gather.block)
 
     @property
     def _page_bytes(self) -> int:
@@ -107,13 +130,24 @@ class TiledAttention:
     ) -> Tensor:
         heads, rows, width = query.shape
         keys, values = self._keys[layer], self._values[layer]
-        self._store(keys, values, key.float(), value.float())
-        asked = (query.float() * scale).transpose(0, 1).reshape(-1, width)  # [rows * heads, head_dim]
-        out = query.new_zeros((rows * heads, width))
-        for part in self._groups:
-            mixed = _attend_group(part, asked, keys, values, part.mask(window), softcap)
-            out.index_copy_(0, part.target, mixed.to(out.dtype))
-        return out.view(rows, heads, width)
+        self._store(keys, values, key, value)
+        asked = query.transpose(0, 1).reshape(-1, width)  # [rows * heads, head_dim]
+        parts = [
+            _attend_group(part, asked, scale, keys, values, part.mask(window), softcap, self._gather)
+            for part in self._groups
+        ]
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return mixed.index_select(0, self._back(rows)).to(query.dtype).view(rows, heads, width)
+
+    def _back(self, rows: int) -> Tensor:
+        """[rows * heads] of the groups' lines, one after another. Padding rows get what the first row gets."""
+        if self._places is None:
+            places, before = torch.zeros(rows * self._heads, dtype=torch.int64), 0
+            for part in self._groups:
+                places[part.target] = torch.arange(before, before + len(part.target))
+                before += len(part.target)
+            self._places = places
+        return self._places
 
     def _store(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
         """New rows go to their columns: stretches of them as slices while there are few, which is faster."""
@@ -130,17 +164,52 @@ class TiledAttention:
         values[pages, :, columns] = value[: len(rows)]
 
 
+class Gather:
+    """Pages as float32, a block of entries at a time, in memory that is used again for every block."""
+
+    def __init__(self, elements: int, dtype: torch.dtype) -> None:
+        """elements: of a page."""
+        self.block = max(1, _GATHERED_BYTES // (4 * elements))
+        self._plain = torch.empty(self.block * elements)
+        self._stored = self._plain if dtype is torch.float32 else torch.empty(self.block * elements, dtype=dtype)
+
+    def __call__(self, store: Tensor, block: Block) -> Tensor:
+        """store: [pages, kv_heads, a, b] -> [entries * kv_heads, a, b] float32 of the block's entries."""
+        _, kv_heads, *shape = store.shape
+        entries, spans = block.end - block.start, block.spans
+        size = entries * kv_heads * shape[0] * shape[1]
+        if spans is not None and len(spans) == 1 and store.dtype is torch.float32:
+            return store[spans[0][0] : spans[0][1]].view(entries * kv_heads, *shape)
+        plain = self._plain[:size].view(entries, kv_heads, *shape)
+        if spans is None:
+            found = self._stored[:size].view(plain.shape)
+            torch.index_select(store, 0, block.index, out=found)
+            if found.dtype is not torch.float32:
+                plain.copy_(found)
+        else:
+            for a, b, at in spans:
+                plain[at : at + b - a].copy_(store[a:b])
+        return plain.view(entries * kv_heads, *shape)
+
+
 def _attend_group(
-    part: Group, asked: Tensor, keys: Tensor, values: Tensor, mask: Tensor, softcap: float | None
+    part: Group,
+    asked: Tensor,
+    scale: float,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    softcap: float | None,
+    gather: Gather,
 ) -> Tensor:
-    """asked: [rows * heads, head_dim] -> [runs * kv_heads * lines, head_dim], as `part.target` says."""
+    """asked: [rows * heads, head_dim] -> [runs * kv_heads * lines, head_dim] float32, as `part.target` says."""
     _, kv_heads, width, _ = keys.shape
-    lines, entries = part.lines, part.spans[-1][3]
-    query = asked.index_select(0, part.query).view(-1, lines, width)
+    lines, entries = part.lines, len(part.pages)
+    query = asked.index_select(0, part.query).float().mul(scale).view(-1, lines, width)
     scores = torch.empty((entries * kv_heads, lines, TILE))
-    for a, b, c, d in part.spans:
-        here = slice(c * kv_heads, d * kv_heads)
-        _products(query[here], keys[a:b].view(-1, width, TILE), scores[here])
+    for block in part.blocks:
+        here = slice(block.start * kv_heads, block.end * kv_heads)
+        _products(query[here], gather(keys, block), scores[here])
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if part.side_by_side is not None:
@@ -150,13 +219,14 @@ def _attend_group(
     if part.apart is not None:
         weights = weights.index_select(0, part.apart)
     weights = weights.view(-1, lines, TILE)
-    given = torch.empty((entries, kv_heads * lines * width))
-    for a, b, c, d in part.spans:
-        here = slice(c * kv_heads, d * kv_heads)
-        _products(weights[here], values[a:b].view(-1, TILE, width), given[c:d].view(-1, lines, width))
+    given = torch.empty((entries * kv_heads, lines, width))
+    for block in part.blocks:
+        here = slice(block.start * kv_heads, block.end * kv_heads)
+        _products(weights[here], gather(values, block), given[here])
+    given = given.view(entries, -1)
     mixed = given.index_select(0, part.tile[0])  # [runs, kv_heads * lines * head_dim]
-    for deep, tile in zip(part.deep[1:], part.tile[1:], strict=True):
-        mixed[:deep] += given.index_select(0, tile)
+    for tile in part.tile[1:]:
+        mixed[: len(tile)] += given.index_select(0, tile)
     return mixed.view(-1, width)
 
 
@@ -168,22 +238,25 @@ def _products(left: Tensor, right: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(left.expand(2, -1, -1), right.expand(2, -1, -1))[:1])
 
 
-def _untouched(shape: tuple[int, ...]) -> Tensor:
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that take no memory before they are written."""
-    size = 4 * math.prod(shape)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32).view(shape)
+    size = dtype.itemsize * math.prod(shape)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
-def group(batch: Batch, heads: int, kv_heads: int) -> list[Group]:
-    """Runs by their numbers of rows and pages, each up to four times that of the shortest."""
+def group(batch: Batch, heads: int, kv_heads: int, block: int) -> list[Group]:
+    """Runs by their numbers of rows and pages, each up to four times that of the shortest. A few pages are as one.
+
+    block: entries that are computed together.
+    """
     lengths = np.diff(batch.firsts)
     tiles = (batch.tables >= 0).sum(axis=1)
     buckets: dict[tuple[int, int], list[int]] = {}
     for run in range(len(lengths)):
-        key = (_bucket(int(lengths[run])), _bucket(int(tiles[run])))
+        key = (_bucket(int(lengths[run])), _bucket(max(_FEW_TILES, int(tiles[run]))))
         buckets.setdefault(key, []).append(run)
     return [
-        _group(batch, np.array(sorted(runs, key=lambda run: -tiles[run])), lengths, tiles, heads, kv_heads)
+        _group(batch, np.array(sorted(runs, key=lambda run: -tiles[run])), lengths, tiles, heads, kv_heads, block)
         for _, runs in sorted(buckets.items())
     ]
 
@@ -193,7 +266,7 @@ def _bucket(number: int) -> int:
     return (max(0, number - 1).bit_length() + 1) // 2
 
 
-def _group(batch: Batch, chosen: Ints, lengths: Ints, tiles: Ints, heads: int, kv_heads: int) -> Group:
+def _group(batch: Batch, chosen: Ints, lengths: Ints, tiles: Ints, heads: int, kv_heads: int, block: int) -> Group:
     """chosen: runs, those of most pages first."""
     share, runs, most_tiles = heads // kv_heads, len(chosen), int(tiles[chosen[0]])
     lines = max(_LEAST_LINES, share * int(lengths[chosen].max()))
@@ -204,11 +277,11 @@ def _group(batch: Batch, chosen: Ints, lengths: Ints, tiles: Ints, heads: int, k
 
     table = batch.tables[chosen, :most_tiles].reshape(-1)  # [runs * tiles]
     held = np.flatnonzero(table >= 0)
-    held = held[np.argsort(table[held], kind="stable")]  # of each entry, its place in the table; entries by page
+    held = held[np.argsort(table[held], kind="stable")]  # of each entry, its place in the table
+    pages = table[held]
     entry = np.zeros(len(table), dtype=np.int64)  # of each place; any where there is no page
     entry[held] = np.arange(len(held))
     by_tile = entry.reshape(runs, most_tiles)
-    deep = [int((tiles[chosen] > tile).sum()) for tile in range(most_tiles)]
     side_by_side = apart = None
     if most_tiles > 1 or runs > 1:
         each = np.arange(kv_heads * lines)
@@ -221,15 +294,30 @@ def _group(batch: Batch, chosen: Ints, lengths: Ints, tiles: Ints, heads: int, k
         runs,
         lines,
         most_tiles,
-        _spans(table[held]),
+        pages,
+        blocks(pages, block),
         torch.from_numpy(asked[held // most_tiles].reshape(-1)),
         torch.from_numpy(asked.reshape(-1)),
         side_by_side,
         apart,
-        deep,
-        [torch.from_numpy(by_tile[:n, tile].copy()) for tile, n in enumerate(deep)],
+        [torch.from_numpy(by_tile[: (tiles[chosen] > tile).sum(), tile].copy()) for tile in range(most_tiles)],
         torch.from_numpy(batch.positions[row]),
     )
+
+
+def blocks(pages: Ints, most: int) -> list[Block]:
+    """pages: of all entries, ascending; most: entries of a block."""
+    return [_block(pages, start, min(start + most, len(pages))) for start in range(0, len(pages), most)]
+
+
+def _block(pages: Ints, start: int, end: int) -> Block:
+    own = pages[start:end]
+    firsts = [0, *(np.flatnonzero(np.diff(own) != 1) + 1).tolist()]
+    spans = None
+    if len(firsts) <= max(1, len(own) // _WORTH_A_SPAN):
+        ends = [*firsts[1:], len(own)]
+        spans = [(int(own[a]), int(own[b - 1]) + 1, a) for a, b in zip(firsts, ends, strict=True)]
+    return Block(start, end, spans, torch.from_numpy(own.copy()))
 
 
 def _stretches(writes: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
@@ -238,13 +326,3 @@ def _stretches(writes: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
     starts = [0, *breaks.tolist()]
     ends = [*breaks.tolist(), len(writes)]
     return [(*writes[start].tolist(), end - start) for start, end in zip(starts, ends, strict=True)]
-
-
-def _spans(pages: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
-    """Stretches of neighbouring pages: they are one product without a copy."""
-    ends = [*(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
-    spans, first = [], 0
-    for end in ends:
-        spans.append((int(pages[first]), int(pages[end - 1]) + 1, first, end))
-        first = end
-    return spans

@@ -15,7 +15,7 @@ from forerun.core.pages import KV
 from forerun.runtime.forward import TransformersModel
 from forerun.runtime.models import load_causal_lm
 from forerun.runtime.passes import Run
-from forerun.runtime.tiled import TiledAttention
+from forerun.runtime.tiled import Gather, TiledAttention, blocks
 
 LENGTH = 150  # crosses a column tile
 
@@ -192,3 +192,21 @@ def test_layers_outside_the_interface_are_refused(folder: str) -> None:
     model = load_causal_lm(folder, "float32", attention="eager")
     with pytest.raises(ModelRefused, match="cannot be rolled back"):
         TransformersModel(model, 512)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pages", [[3, 4, 5, 6], [0, 1, 2, 7, 8, 9], [0, 2, 5, 9], [4]])
+def test_pages_are_fetched_as_they_are_wherever_they_lie(dtype: torch.dtype, pages: list[int]) -> None:
+    store = torch.randn((10, 2, 3, 4), generator=torch.Generator().manual_seed(1)).to(dtype)
+    gather = Gather(elements=24, dtype=dtype)
+    (block,) = blocks(np.array(pages), gather.block)
+    assert torch.equal(gather(store, block), store[pages].float().view(-1, 3, 4))
+
+
+def test_fetched_pages_are_divided_into_blocks() -> None:
+    parts = blocks(np.array([0, 1, 2, 7, 8]), most=2)
+    assert [(part.start, part.end, part.index.tolist()) for part in parts] == [
+        (0, 2, [0, 1]),
+        (2, 4, [2, 7]),
+        (4, 5, [8]),
+    ]
