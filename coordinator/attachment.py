@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from coordinator.links import MOST_WAITING, Outgoing, WorkerLink, frame_of
+from coordinator.links import MOST_WAITING, Outgoing, WorkerLink, coordinator_frames
 from coordinator.router import Router
 from forerun.core.params import MOST_DRAFT_TOKENS, Source
 from forerun.rpc.outbox import Outbox
@@ -98,12 +98,7 @@ class Attachment(attach_pb2_grpc.AttachmentServicer):
 
 async def _write(link: WorkerLink, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     while True:
-        for item in await link.outbox.take():
-            try:
-                frame = frame_of(item)
-            except (TypeError, ValueError):  # a value the wire cannot hold concerns one sequence only
-                log.exception("cannot send %s to %s", type(item).__name__, link.name)
-                continue
+        for frame in coordinator_frames(await link.outbox.take()):
             await context.write(frame)
 
 

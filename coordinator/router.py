@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from coordinator.links import Pool, WorkerLink
 from coordinator.session import Session
 from forerun.core.errors import Aborted, AlreadyExists, Exhausted, ForerunError, MalformedMessage, Unavailable
 from forerun.core.messages import Emit, Gap, Refused, TargetParams
 from forerun.rpc import codec
-from forerun.v1 import attach_pb2
+from forerun.v1 import attach_pb2, draft_pb2, target_pb2
 
 log = logging.getLogger(__name__)
+
+Part = TypeVar("Part")
 
 MOST_HINT_BYTES = 1 << 18
 """A hint beyond this is no use to anybody and is not relayed."""
@@ -143,24 +147,29 @@ class Router:
             session.on_lost(link)
 
     def take(self, link: WorkerLink, frame: attach_pb2.WorkerFrame) -> None:
-        """One frame of a worker. A malformed one is dropped; it ends nothing."""
+        """One frame of a worker. A malformed event is dropped; it ends nothing, and the others count."""
+        for target in frame.target:
+            self._heard(link, self._target_event, target)
+        for draft in frame.draft:
+            self._heard(link, self._draft_event, draft)
+
+    def _heard(self, link: WorkerLink, take: Callable[[WorkerLink, Part], None], message: Part) -> None:
         try:
-            match frame.WhichOneof("kind"):
-                case "target":
-                    self._event(link, codec.target_event_of(frame.target))
-                case "draft" if frame.draft.WhichOneof("kind") == "hint":
-                    envelope = frame.draft.hint
-                    session = self._sessions.get(envelope.seq.request_id)
-                    if session is not None and len(envelope.hint) <= MOST_HINT_BYTES:
-                        session.on_hint(link, codec.seq_of(envelope.seq), envelope.hint)
-                case "draft":
-                    self._event(link, codec.draft_answer_of(frame.draft))
-                case "heartbeat":
-                    return
-                case kind:
-                    raise MalformedMessage(f"frame of kind {kind} after Hello")
+            take(link, message)
         except MalformedMessage as error:
-            log.warning("malformed frame from %s: %s", link.name, error)
+            log.warning("malformed event from %s: %s", link.name, error)
+
+    def _target_event(self, link: WorkerLink, event: target_pb2.TargetEvent) -> None:
+        self._event(link, codec.target_event_of(event))
+
+    def _draft_event(self, link: WorkerLink, event: draft_pb2.DraftEvent) -> None:
+        if event.WhichOneof("kind") != "hint":
+            self._event(link, codec.draft_answer_of(event))
+            return
+        envelope = event.hint
+        session = self._sessions.get(envelope.seq.request_id)
+        if session is not None and len(envelope.hint) <= MOST_HINT_BYTES:
+            session.on_hint(link, codec.seq_of(envelope.seq), envelope.hint)
 
     def _event(self, link: WorkerLink, event: Emit | Gap | Refused) -> None:
         session = self._sessions.get(event.seq.request_id)

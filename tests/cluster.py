@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.links import Pool, WorkerLink, frame_of
+from coordinator.links import Pool, WorkerLink, coordinator_frames
 from coordinator.router import Router, RouterConfig
 from coordinator.session import Session
 from forerun.core.cost import PassCost
@@ -23,7 +23,7 @@ from forerun.core.sequence import TAIL, Hint
 from forerun.core.tree import ROOT, TokenTree
 from forerun.rpc import codec
 from forerun.rpc.fakes import Faults, Tube, TubeOutbox
-from forerun.rpc.worker import encode
+from forerun.rpc.worker import worker_frames
 from forerun.v1 import attach_pb2
 
 MOST_TICKS = 20_000
@@ -50,22 +50,24 @@ class Attached:
             numerics_id="same",
             sources=[int(source) for source in sources],
         )
-        outbox: Any = TubeOutbox(lambda item: self.to_worker.put(frame_of(item).SerializeToString()))
+        outbox: Any = TubeOutbox(self._send)
         self.link = WorkerLink(hello, outbox)
         cluster.router.attached(self.link)
 
     def receive(self) -> None:
         for data in self.to_worker.tick():
             frame = attach_pb2.CoordinatorFrame.FromString(data)
-            command: Any = (
-                codec.target_command_of(frame.target)
-                if frame.HasField("target")
-                else codec.draft_command_of(frame.draft)
-            )
-            self.engine.handle("link", command)
+            commands = [*map(codec.target_command_of, frame.target), *map(codec.draft_command_of, frame.draft)]
+            for command in commands:
+                self.engine.handle("link", command)
+
+    def _send(self, item: Any) -> None:
+        for frame in coordinator_frames([item]):
+            self.to_worker.put(frame.SerializeToString())
 
     def emit(self, _link: Any, event: Any) -> None:
-        self.to_coordinator.put(encode(event, self.role).SerializeToString())
+        for frame in worker_frames([event], self.role):
+            self.to_coordinator.put(frame.SerializeToString())
 
     def deliver(self) -> None:
         for data in self.to_coordinator.tick():
@@ -80,13 +82,11 @@ class Attached:
 
 
 def _is_hint_command(data: bytes) -> bool:
-    frame = attach_pb2.CoordinatorFrame.FromString(data)
-    return frame.HasField("target") and frame.target.HasField("hint")
+    return any(command.HasField("hint") for command in attach_pb2.CoordinatorFrame.FromString(data).target)
 
 
 def _is_hint_event(data: bytes) -> bool:
-    frame = attach_pb2.WorkerFrame.FromString(data)
-    return frame.HasField("draft") and frame.draft.HasField("hint")
+    return any(event.HasField("hint") for event in attach_pb2.WorkerFrame.FromString(data).draft)
 
 
 @dataclass

@@ -11,19 +11,19 @@ import logging
 import queue
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
 from forerun.core.errors import ForerunError, MalformedMessage
 from forerun.core.messages import Command, Emit, Event, Hinted, Refused
-from forerun.core.params import SeqId
 from forerun.core.sequence import Hint
 from forerun.core.tree import ROOT
 from forerun.rpc import codec
+from forerun.rpc.frames import packed
 from forerun.rpc.lane import Lane
 from forerun.rpc.options import client_options
 from forerun.rpc.outbox import Outbox
@@ -40,6 +40,7 @@ STOP_S = 10.0
 
 
 Outgoing = Event | attach_pb2.WorkerFrame
+Part = TypeVar("Part")
 
 
 class Engine(Protocol):
@@ -261,37 +262,28 @@ class Worker:
             self._take(link, frame, thread)
 
     def _take(self, link: str, frame: attach_pb2.CoordinatorFrame, thread: EngineThread) -> None:
+        for target in frame.target:
+            self._put(thread, link, target.start.seq, codec.target_command_of, target)
+        for draft in frame.draft:
+            self._put(thread, link, draft.sync.seq, codec.draft_command_of, draft)
+
+    def _put(
+        self, thread: EngineThread, link: str, seq: common_pb2.Seq, read: Callable[[Part], Command], message: Part
+    ) -> None:
+        """A malformed hint is dropped; a Start or Sync refuses its sequence `seq`."""
         try:
-            match frame.WhichOneof("kind"):
-                case "target":
-                    thread.put(link, codec.target_command_of(frame.target))
-                case "draft":
-                    thread.put(link, codec.draft_command_of(frame.draft))
-                case kind:
-                    raise MalformedMessage(f"frame of kind {kind} is not for a worker")
+            thread.put(link, read(message))
         except MalformedMessage as error:
-            log.warning("malformed frame on %s: %s", link, error)
-            # A bad hint is dropped; any other command about a sequence refuses that sequence.
-            for seq in _sequences_of(frame):
-                self.emit(link, Refused(seq, f"malformed message: {error}"))
-
-
-def _sequences_of(frame: attach_pb2.CoordinatorFrame) -> Iterator[SeqId]:
-    named: list[common_pb2.Seq] = []
-    if frame.HasField("target") and frame.target.HasField("start"):
-        named.append(frame.target.start.seq)
-    if frame.HasField("draft") and frame.draft.HasField("sync"):
-        named.append(frame.draft.sync.seq)
-    for seq in named:
-        if seq.request_id:
-            yield codec.seq_of(seq)
+            log.warning("malformed command on %s: %s", link, error)
+            if seq.request_id:
+                self.emit(link, Refused(codec.seq_of(seq), f"malformed message: {error}"))
 
 
 async def _write(call: Any, outbox: Outbox[Outgoing], role: int) -> None:
     """The one writer of a stream: gRPC fails a write that begins before another has ended."""
     while True:
-        for item in await outbox.take():
-            await call.write(item if isinstance(item, attach_pb2.WorkerFrame) else encode(item, role))
+        for frame in worker_frames(await outbox.take(), role):
+            await call.write(frame)
 
 
 async def _beat(outbox: Outbox[Outgoing], engine: Engine, thread: EngineThread, every_s: float) -> None:
@@ -302,12 +294,23 @@ async def _beat(outbox: Outbox[Outgoing], engine: Engine, thread: EngineThread, 
         await asyncio.sleep(every_s)
 
 
-def encode(event: Event, role: int) -> attach_pb2.WorkerFrame:
+def worker_frames(items: Iterable[Outgoing], role: int) -> Iterator[attach_pb2.WorkerFrame]:
+    """Heartbeats as they are, events together."""
+    events: list[Event] = []
+    for item in items:
+        if isinstance(item, attach_pb2.WorkerFrame):
+            yield item
+        else:
+            events.append(item)
+    yield from packed(attach_pb2.WorkerFrame, (_part(event, role) for event in events))
+
+
+def _part(event: Event, role: int) -> tuple[str, Any]:
     """Gap and Refused exist for both roles; a Hinted only for a draft, an Emit only for a target."""
     if role == attach_pb2.ROLE_TARGET and not isinstance(event, Hinted):
-        return attach_pb2.WorkerFrame(target=codec.put_target_event(event))
+        return "target", codec.put_target_event(event)
     assert not isinstance(event, Emit), "a draft emits nothing"
-    return attach_pb2.WorkerFrame(draft=codec.put_draft_event(event))
+    return "draft", codec.put_draft_event(event)
 
 
 def _merge_emits(first: Outgoing, later: Outgoing) -> Outgoing:

@@ -68,9 +68,9 @@ class WorkerFrame(_message.Message):
     TARGET_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
-    draft: _draft_pb2.DraftEvent
-    target: _target_pb2.TargetEvent
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draft: _Optional[_Union[_draft_pb2.DraftEvent, _Mapping]] = ..., target: _Optional[_Union[_target_pb2.TargetEvent, _Mapping]] = ...) -> None: ...
+    draft: _containers.RepeatedCompositeFieldContainer[_draft_pb2.DraftEvent]
+    target: _containers.RepeatedCompositeFieldContainer[_target_pb2.TargetEvent]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draft: _Optional[_Iterable[_Union[_draft_pb2.DraftEvent, _Mapping]]] = ..., target: _Optional[_Iterable[_Union[_target_pb2.TargetEvent, _Mapping]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("coordinator", "heartbeat_ms")
@@ -86,6 +86,6 @@ class CoordinatorFrame(_message.Message):
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
-    draft: _draft_pb2.DraftCommand
-    target: _target_pb2.TargetCommand
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., draft: _Optional[_Union[_draft_pb2.DraftCommand, _Mapping]] = ..., target: _Optional[_Union[_target_pb2.TargetCommand, _Mapping]] = ...) -> None: ...
+    draft: _containers.RepeatedCompositeFieldContainer[_draft_pb2.DraftCommand]
+    target: _containers.RepeatedCompositeFieldContainer[_target_pb2.TargetCommand]
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., draft: _Optional[_Iterable[_Union[_draft_pb2.DraftCommand, _Mapping]]] = ..., target: _Optional[_Iterable[_Union[_target_pb2.TargetCommand, _Mapping]]] = ...) -> None: ...

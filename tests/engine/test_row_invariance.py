@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -151,19 +152,34 @@ def test_rollback_leaves_no_trace(model: TransformersModel, one_by_one: NDArray[
     kv.release()
 
 
-def test_rollback_moves_no_bytes(model: TransformersModel) -> None:
-    """100 tokens of context or 400: nothing is copied when guesses are rolled back."""
+def test_rollback_moves_as_little_after_4000_tokens_as_after_100(tmp_path: Path) -> None:
+    """Nothing is copied when guesses are rolled back, and one page when a branch had a tail of its own."""
+    folder = tiny_model(tmp_path / "m", layers=1, context=4_400)
+    model = TransformersModel(load_causal_lm(folder, "float32"), 4_400, pages=80)
     assert isinstance(model.attention, TiledAttention)
-    for context in (100, 400):
+    moved = []
+    for context in (100, 4_000):
         kv = KV(model.pages)
-        model.forward([Run(kv.extend(context), (TOKENS * 3)[:context], 0, logit_rows=1)])
-        kv.commit(TOKENS * 3, context)
+        prompt = (TOKENS * 27)[:context]
+        for start in range(0, context, 500):
+            model.forward([Run(kv.extend(min(500, context - start)), prompt[start : start + 500], start, 1)])
+            kv.commit(prompt, min(start + 500, context))
         before = model.attention.bytes_moved
         for _ in range(3):
-            model.forward([Run(kv.extend(5), (1, 2, 3, 4, 5), context, 5)])
+            trunk = Run(kv.extend(5), (1, 2, 3, 4, 5), context, 5)
+            model.forward([trunk])
             kv.truncate(context)
         assert model.attention.bytes_moved == before
+        for _ in range(3):
+            trunk = Run(kv.extend(5), (1, 2, 3, 4, 5), context, 5)
+            branch = Run(kv.branch(trunk.path, context + 1, 2), (6, 7), context + 1, 2, parent=trunk)
+            model.forward([trunk, branch])
+            kv.drop(branch.path)
+            kv.truncate(context)
+        moved.append(model.attention.bytes_moved - before)
         kv.release()
+    page = model.memory(0, 0).kv // model.pages.count
+    assert moved == [3 * page, 3 * page]
 
 
 def test_a_shared_prefix_has_the_same_bits(model: TransformersModel, one_by_one: NDArray[np.float32]) -> None:

@@ -263,17 +263,19 @@ async def test_garbage_on_the_internal_port_ends_nothing(services: Running, clie
             first = client.stream(asking(max_tokens=400))
             assert (await anext(first)).HasField("started")
             running = asyncio.ensure_future(client.generate(asking(max_tokens=100)))
-            while not (frame := await call.read()).draft.HasField("sync"):
-                assert frame.draft.HasField("close")
-            seq = frame.draft.sync.seq
+            seq = None
+            while seq is None:
+                for command in (await call.read()).draft:
+                    if command.HasField("sync"):
+                        seq = seq or command.sync.seq
             for hint in (
                 b"\xff\xff\xff",
                 draft_pb2.Hint(base_len=5, tail=[5], tree=common_pb2.Tree()).SerializeToString(),
             ):
                 envelope = draft_pb2.HintEnvelope(seq=seq, hint=hint)
-                await call.write(attach_pb2.WorkerFrame(draft=draft_pb2.DraftEvent(hint=envelope)))
+                await call.write(attach_pb2.WorkerFrame(draft=[draft_pb2.DraftEvent(hint=envelope)]))
             emit = target_pb2.Emit(seq=seq, base_len=5, tokens=[1, 2, 3])
-            await call.write(attach_pb2.WorkerFrame(target=target_pb2.TargetEvent(emit=emit)))
+            await call.write(attach_pb2.WorkerFrame(target=[target_pb2.TargetEvent(emit=emit)]))
             await call.write(attach_pb2.WorkerFrame(hello=hello))
             assert list((await running).token_ids) == plain
             await first.aclose()

@@ -25,7 +25,8 @@ class FakeCoordinator(attach_pb2_grpc.AttachmentServicer):  # type: ignore[misc]
 
     def __init__(self, heartbeat_ms: int) -> None:
         self.heartbeat_ms = heartbeat_ms
-        self.frames: asyncio.Queue[attach_pb2.WorkerFrame] = asyncio.Queue()
+        self.said: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self.frames = 0
         self.commands: asyncio.Queue[attach_pb2.CoordinatorFrame | None] = asyncio.Queue()
         self.streams = 0
 
@@ -43,12 +44,15 @@ class FakeCoordinator(attach_pb2_grpc.AttachmentServicer):  # type: ignore[misc]
 
     async def _read(self, frames: AsyncIterator[attach_pb2.WorkerFrame]) -> None:
         async for frame in frames:
-            await self.frames.put(frame)
+            self.frames += 1
+            for field, value in frame.ListFields():
+                for message in value if field.name in ("target", "draft") else [value]:
+                    self.said.put_nowait((field.name, message))
 
     async def next(self, kind: str) -> Any:
-        while not (frame := await self.frames.get()).HasField(kind):  # type: ignore[arg-type]
+        while (said := await self.said.get())[0] != kind:
             pass
-        return getattr(frame, kind)
+        return said[1]
 
 
 class FakeEngine:
@@ -120,7 +124,7 @@ def start(name: str) -> attach_pb2.CoordinatorFrame:
     sampling = common_pb2.Sampling(temperature=0.0, top_p=1.0)
     params = target_pb2.TargetParams(sampling=sampling, max_tokens=10)
     message = target_pb2.Start(seq=common_pb2.Seq(request_id=name), prompt_len=1, tokens=[1], params=params)
-    return attach_pb2.CoordinatorFrame(target=target_pb2.TargetCommand(start=message))
+    return attach_pb2.CoordinatorFrame(target=[target_pb2.TargetCommand(start=message)])
 
 
 async def test_events_and_heartbeats_share_one_writer() -> None:
@@ -142,15 +146,18 @@ async def test_events_and_heartbeats_share_one_writer() -> None:
 async def test_a_malformed_command_refuses_its_sequence_and_nothing_else() -> None:
     async with attached(tokens=1) as (coordinator, engine, _):
         bad = start("bad")
-        bad.target.start.params.sampling.top_p = 7.0
+        bad.target[0].start.params.sampling.top_p = 7.0
+        beside = start("beside").target[0]
+        bad.target.append(beside)
         await coordinator.commands.put(bad)
         refused = (await coordinator.next("target")).refused
         assert refused.seq.request_id == "bad"
         assert "top_p" in refused.reason
         await coordinator.commands.put(attach_pb2.CoordinatorFrame())
         await coordinator.commands.put(start("good"))
-        assert (await coordinator.next("target")).emit.seq.request_id == "good"
-        assert [command.seq for command in engine.handled] == [SeqId("good")]
+        heard = [(await coordinator.next("target")).emit.seq.request_id for _ in range(2)]
+        assert heard == ["beside", "good"]
+        assert [command.seq for command in engine.handled] == [SeqId("beside"), SeqId("good")]
         assert coordinator.streams == 1
 
 
@@ -178,7 +185,7 @@ async def test_a_broken_engine_ends_the_worker_loudly() -> None:
 async def test_stop_is_understood() -> None:
     async with attached() as (coordinator, engine, _):
         message = target_pb2.Stop(seq=common_pb2.Seq(request_id="r", attempt=4))
-        await coordinator.commands.put(attach_pb2.CoordinatorFrame(target=target_pb2.TargetCommand(stop=message)))
+        await coordinator.commands.put(attach_pb2.CoordinatorFrame(target=[target_pb2.TargetCommand(stop=message)]))
         await coordinator.commands.put(start("r"))
         for _ in range(2):  # a heartbeat later the engine has seen both
             await coordinator.next("heartbeat")

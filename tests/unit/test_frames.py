@@ -1,0 +1,41 @@
+"""Messages share frames, in order, up to a size."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.rpc import frames
+from forerun.rpc.frames import packed
+from forerun.v1 import attach_pb2, common_pb2, draft_pb2, target_pb2
+
+
+def emit(number: int, tokens: int = 1) -> target_pb2.TargetEvent:
+    seq = common_pb2.Seq(request_id=f"r{number}")
+    return target_pb2.TargetEvent(emit=target_pb2.Emit(seq=seq, tokens=[1] * tokens))
+
+
+def test_what_waits_goes_in_one_frame_in_its_order() -> None:
+    gap = draft_pb2.DraftEvent(gap=draft_pb2.Gap(have_len=3))
+    (frame,) = packed(attach_pb2.WorkerFrame, [("target", emit(1)), ("draft", gap), ("target", emit(2))])
+    assert [event.emit.seq.request_id for event in frame.target] == ["r1", "r2"]
+    assert list(frame.draft) == [gap]
+
+
+def test_a_frame_has_a_bound_and_a_larger_message_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MOST_FRAME_BYTES", 100)
+    parts = [("target", emit(number, tokens)) for number, tokens in enumerate((1, 1, 500, 1, 1))]
+    made = list(packed(attach_pb2.WorkerFrame, parts))
+    assert [[event.emit.seq.request_id for event in frame.target] for frame in made] == [
+        ["r0", "r1"],
+        ["r2"],
+        ["r3", "r4"],
+    ]
+
+
+def test_nothing_makes_no_frame() -> None:
+    assert list(packed(attach_pb2.WorkerFrame, [])) == []
+
+
+def test_an_empty_message_is_sent_too() -> None:
+    (frame,) = packed(attach_pb2.WorkerFrame, [("target", target_pb2.TargetEvent())])
+    assert len(frame.target) == 1
