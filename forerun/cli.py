@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from forerun import __version__
-from forerun.commands import bench, generate, plan, roles
+from forerun.commands import bench, distill, generate, plan, roles
 
 app = typer.Typer(
     help="Speculative decoding as a distributed service: the target's own words, sooner.",
@@ -19,6 +19,7 @@ app.command("up")(roles.up)
 app.command("generate")(generate.generate)
 app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
+app.command("distill")(distill.distill)
 app.command("demo")(roles.demo)
 app.command("coordinator")(roles.coordinator)
 app.command("target-worker")(roles.target_worker)

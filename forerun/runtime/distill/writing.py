@@ -1,0 +1,156 @@
+"""The target talks to itself: it writes the question after the template's header, then the answer, and so on.
+
+All rows of a batch have one length, whatever turn each is in: where the template speaks its tokens are put, else the
+target's pick. So there is no padding, and a pass has as many rows as the batch. What the target thought of every
+position is kept with the token, since it is at hand: training needs no target any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from forerun.runtime.distill.turns import Turns
+from forerun.runtime.distill.wide import WideCache, step
+
+KEPT = 32
+"""Of the target's law at a position the likeliest tokens are kept, and what the others have together."""
+
+QUESTION_LIMIT, ANSWER_LIMIT = 96, 256
+"""Tokens of a turn, after which the template cuts in; a question takes no more than a third of a row."""
+
+QUESTION_TEMPERATURE = 1.0
+"""Whatever the answers': colder questions would be the same few in every row."""
+
+
+class Kind(IntEnum):
+    """Who wrote a token."""
+
+    TEMPLATE = 0
+    QUESTION = 1
+    ANSWER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Column 0 is the first token of the template. Laws are of the token at their own column, temperature 1."""
+
+    tokens: NDArray[np.int64]  # [rows, length]
+    kinds: NDArray[np.uint8]  # [rows, length] of Kind
+    temperatures: NDArray[np.float32]  # [rows] of the answers
+    top_ids: NDArray[np.int64]  # [rows, length, KEPT] likeliest first; zeros where the template opens
+    top_shares: NDArray[np.float16]  # [rows, length, KEPT] their probabilities
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows(self, index: NDArray[np.int64]) -> Conversations:
+        parts = (self.tokens, self.kinds, self.temperatures, self.top_ids, self.top_shares)
+        return Conversations(*(part[index] for part in parts))  # type: ignore[arg-type]
+
+
+class _Speaker:
+    """One row: what the template still has to say, and whose turn it is."""
+
+    def __init__(self, turns: Turns, question_limit: int) -> None:
+        self._turns = turns
+        self._question_limit = question_limit
+        self._queue: list[int] = []
+        self.kind = Kind.QUESTION
+        self._left = question_limit
+
+    def say(self, picked: int) -> tuple[int, Kind]:
+        """The next token of the row, which is `picked` unless the template speaks, and who wrote it."""
+        if self._queue:
+            return self._queue.pop(0), Kind.TEMPLATE
+        kind, turns = self.kind, self._turns
+        question = kind is Kind.QUESTION
+        closing = list(turns.to_answer if question else turns.to_question)
+        self._left -= 1
+        if picked == closing[0] or picked in turns.ends:
+            picked, self._queue = closing[0], closing[1:]
+        elif self._left == 0:
+            self._queue = closing
+        else:
+            return picked, kind
+        self.kind, self._left = (Kind.ANSWER, ANSWER_LIMIT) if question else (Kind.QUESTION, self._question_limit)
+        return picked, kind
+
+
+@torch.inference_mode()
+def write(
+    target: nn.Module,
+    turns: Turns,
+    vocab_size: int,
+    rows: int,
+    length: int,
+    temperatures: Sequence[float],
+    seed: tuple[int, int],
+    told: Callable[[int], None] = lambda tokens: None,
+) -> Conversations:
+    """`rows` conversations of `length` tokens, each temperature equally often; the same for the same (seed, number).
+
+    told: hears how many tokens were written since it was last called.
+    """
+    device = next(target.parameters()).device
+    random = np.random.default_rng(seed)
+    answers = random.permutation(np.resize(np.array(temperatures, np.float32), rows))
+    draws = random.random((length, rows))
+    opening = len(turns.opening)
+    made = Conversations(
+        np.zeros((rows, length), np.int64),
+        np.zeros((rows, length), np.uint8),
+        answers,
+        np.zeros((rows, length, KEPT), np.int64),
+        np.zeros((rows, length, KEPT), np.float16),
+    )
+    made.tokens[:, :opening] = turns.opening
+    question_limit = max(1, min(QUESTION_LIMIT, length // 3))
+    speakers = [_Speaker(turns, question_limit) for _ in range(rows)]
+    cache = WideCache(rows, length)
+    logits = step(target, torch.tensor([turns.opening], device=device), cache).expand(rows, -1, -1)
+    told(rows * opening)
+    for at in range(opening, length):
+        row_logits = logits[:, -1, :vocab_size].float()
+        asking = np.array([speaker.kind is Kind.QUESTION for speaker in speakers])
+        warm = torch.from_numpy(np.where(asking, np.float32(QUESTION_TEMPERATURE), answers)).to(device)
+        picked = sample(row_logits, warm, torch.from_numpy(draws[at]).float().to(device)).tolist()
+        ids, shares = likeliest(row_logits, KEPT)
+        made.top_ids[:, at, : ids.shape[1]] = ids.cpu().numpy()
+        made.top_shares[:, at, : ids.shape[1]] = shares.to(torch.float16).cpu().numpy()
+        for row, speaker in enumerate(speakers):
+            made.tokens[row, at], made.kinds[row, at] = speaker.say(picked[row])
+        told(rows)
+        if at + 1 < length:
+            logits = step(target, torch.from_numpy(made.tokens[:, at : at + 1]).to(device), cache)
+    return made
+
+
+def sample(logits: Tensor, temperatures: Tensor, draws: Tensor) -> Tensor:
+    """[rows, vocab] float32, [rows], [rows] in [0, 1) -> [rows] ids; temperature 0 is argmax.
+
+    By one number a row and the running sum: noise for a whole vocabulary costs more than the pass of a small target.
+    """
+    greedy = logits.argmax(-1)
+    scaled = logits / temperatures.clamp(min=1e-4)[:, None]
+    reached = scaled.softmax(-1).cumsum(-1)
+    drawn = torch.searchsorted(reached, draws[:, None] * reached[:, -1:], right=True)[:, 0]
+    return torch.where(temperatures > 0, drawn.clamp(max=logits.shape[1] - 1), greedy)
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """[rows, vocab] float32 -> ids and probabilities [rows, min(count, vocab)], likeliest first.
+
+    The first is the lowest id among ties, as the target picks; top-k alone promises no order among them.
+    """
+    values, ids = logits.topk(min(count, logits.shape[1]))
+    first = logits.argmax(-1, keepdim=True)
+    ids = torch.where(ids == first, ids[:, :1], ids)  # the two change places
+    ids[:, :1] = first
+    return ids, (values - logits.logsumexp(-1, keepdim=True)).exp()
