@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import reduce
 
+from forerun.core.hits import NONE, added
 from forerun.core.messages import Emit
 
 
@@ -18,6 +20,7 @@ class Counts:
     branched: int
     preempted: int
     targets: int  # workers that gave tokens
+    hits: tuple[int, ...]  # by core/hits.py
 
 
 class Account:
@@ -45,6 +48,7 @@ class Account:
             branched=sum(min(emit.branched, end - base) for base, emit, _ in kept),
             preempted=sum(emit.preempted for _, emit, _ in kept),
             targets=len({worker for _, _, worker in kept}),
+            hits=reduce(added, (emit.hits for _, emit, _ in kept), NONE),
         )
 
     def windows(self, start: int, end: int) -> list[int]:

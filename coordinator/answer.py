@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 
 from coordinator.request import Accepted
 from coordinator.session import Session
+from forerun.core.hits import Hit
 from forerun.core.params import Finish
 from forerun.text import AnswerText, TextModel
 from forerun.v1 import generation_pb2
@@ -69,4 +70,5 @@ def _usage(session: Session, completion_len: int) -> generation_pb2.Usage:
         preempted=counts.preempted,
         targets=counts.targets,
         branched=counts.branched,
+        hits=generation_pb2.Hits(**{hit.name.lower(): counts.hits[hit] for hit in Hit}),
     )

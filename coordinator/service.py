@@ -18,6 +18,7 @@ from coordinator.request import MOST_STOPS, Accepted, Limits, check
 from coordinator.router import Router
 from forerun import __version__
 from forerun.core import errors
+from forerun.core.hits import Hit
 from forerun.core.params import MOST_DRAFT_TOKENS, Source
 from forerun.rpc.options import MAX_MESSAGE_BYTES
 from forerun.telemetry.metrics import CoordinatorMetrics
@@ -188,7 +189,12 @@ class Generation(generation_pb2_grpc.GenerationServicer):
                         _describe(span, event.finished)
                         usage = event.finished.usage
                         self._metrics.finished(
-                            usage.prompt, usage.completion, usage.passes, usage.drafted, usage.accepted
+                            usage.prompt,
+                            usage.completion,
+                            usage.passes,
+                            usage.drafted,
+                            usage.accepted,
+                            {hit.name.lower(): getattr(usage.hits, hit.name.lower()) for hit in Hit},
                         )
                         self._metrics.ended("ok")
                     yield event

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from coordinator.account import Account, Counts
 from coordinator.links import RelayedHint, WorkerLink
 from forerun.core.errors import ForerunError, LedgerConflict, WorkerFailed
+from forerun.core.hits import Hit
 from forerun.core.ledger import Ledger
 from forerun.core.messages import (
     Close,
@@ -186,6 +187,10 @@ class Session:
             raise LedgerConflict(f"{counts}, windows {list(emit.windows)}")
         if emit.branched > emit.passes:
             raise LedgerConflict(f"{counts}, {emit.branched} of them branched")
+        if (
+            len(emit.hits) not in (0, len(Hit)) or sum(emit.hits) > emit.passes + 1
+        ):  # one pass before may have been open
+            raise LedgerConflict(f"{counts}, hits {list(emit.hits)}")
         if len(emit.digests) != (len(emit.tokens) if self.params.logits_digest else 0):
             asked = "asked for" if self.params.logits_digest else "not asked for"
             raise LedgerConflict(f"{len(emit.digests)} digests, {asked}, of {len(emit.tokens)} tokens")

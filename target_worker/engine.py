@@ -115,9 +115,7 @@ class TargetEngine:
             case Hinted():
                 sequence = self.lineup.get((link, command.seq))
                 if sequence is not None and sequence.drafted_for:
-                    self.landings[sequence.text.land(command.hint, depth=max(0, sequence.room - 1))] += 1
-                    sequence.patience.hinted(self._clock())
-                    sequence.hinted = True
+                    self.landings[sequence.take_hint(command.hint, self._clock())] += 1
             case Stop():
                 self._drop((link, command.seq))
 
@@ -185,6 +183,9 @@ class TargetEngine:
             return False
         began, started_ns = self._clock(), self._wall_ns()
         runs = [run for _, own in laid for run in own]
+        for share, _ in laid:
+            if share.pays:
+                share.key.pass_begins()
         try:
             logits = iter(self._model.forward(runs))
         except GroupLost as lost:
@@ -248,20 +249,18 @@ class TargetEngine:
     def _tell(self, sequence: TargetSequence, settled: _Settled, started_ns: int) -> None:
         """Span, Emit, and the end if it is one."""
         ended_ns, decided = self._wall_ns(), settled.decided
-        sequence.spans.add(
-            started_ns,
-            ended_ns,
-            {
-                "forerun.base_len": settled.base_len,
-                "forerun.nodes": settled.nodes,
-                "forerun.drafted": settled.depth,
-                "forerun.accepted": decided.accepted,
-                "forerun.rolled_back": settled.depth - decided.accepted,
-                "forerun.committed": len(decided.tokens),
-                "forerun.accepted_fresh": settled.fresh,
-            },
-        )
+        counts = {
+            "forerun.base_len": settled.base_len,
+            "forerun.nodes": settled.nodes,
+            "forerun.drafted": settled.depth,
+            "forerun.accepted": decided.accepted,
+            "forerun.rolled_back": settled.depth - decided.accepted,
+            "forerun.committed": len(decided.tokens),
+            "forerun.accepted_fresh": settled.fresh,
+        }
+        hits = sequence.pass_ended(started_ns, ended_ns, counts, over=settled.finish is not None)
         want = 0 if settled.finish else sequence.want(self._config.lead)
+        sequence.asked = want > 0
         sequence.patience.emitted(self._clock(), asking=want > 0)
         emit = Emit(
             sequence.seq,
@@ -282,6 +281,7 @@ class TargetEngine:
             preempted=sequence.preempted,
             windows=(settled.nodes,),
             branched=int(settled.branched),
+            hits=hits if any(hits) else (),
         )
         sequence.found, sequence.preempted = 0, 0
         self._emit(sequence.link, emit)

@@ -62,7 +62,7 @@ class Lineup:
         return sequence
 
     def admit(self) -> None:
-        """From the queue, in order, while there is room; then it is the next one's turn to be first in a pass."""
+        """From the queue, in order, while there is room."""
         while self._queued and len(self._running) < self._most:
             sequence = self._all[self._queued[0]]
             due = sum(other.pages_due for other in self.running)
@@ -73,10 +73,12 @@ class Lineup:
             key = self._queued.popleft()
             self._running.append(key)
             self._admitted.append(key)
-        self._running.rotate(-1)
 
     def lay(self, shares: list[Share[TargetSequence]]) -> list[tuple[Share[TargetSequence], list[Run]]]:
-        """Runs for all shares. Those admitted last give way where there are no pages for all."""
+        """Runs for all shares. Those admitted last give way where there are no pages for all.
+
+        Whoever got the fewest rows comes first in the next pass: prompts take turns, and nobody is passed over twice.
+        """
         laid: dict[Key, tuple[Share[TargetSequence], list[Run]]] = {}
         for share in shares:
             key = share.key.link, share.key.seq
@@ -88,6 +90,8 @@ class Lineup:
                     if len(self._admitted) == 1:
                         raise  # it does not fit alone: refused at Start
                     laid.pop(self._preempt_last(), None)
+        rows = {key: share.debt_rows for key, (share, _) in laid.items()}
+        self._running = deque(sorted(self._running, key=lambda key: rows.get(key, 0)))
         return list(laid.values())
 
     def _preempt_last(self) -> Key:

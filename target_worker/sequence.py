@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from forerun.core.acceptance import Calibration
 from forerun.core.errors import SequenceRefused
+from forerun.core.hits import Hit, Hits
 from forerun.core.messages import Start
 from forerun.core.ngram import NgramIndex
 from forerun.core.pages import KV, TILE, OutOfPages, Pages
@@ -18,7 +19,7 @@ from forerun.core.params import MOST_DRAFT_TOKENS, Finish, Source
 from forerun.core.patience import Patience
 from forerun.core.pick import Picker, Proposal
 from forerun.core.plan import TYPICAL, Share, Waiting
-from forerun.core.sequence import TokenSequence
+from forerun.core.sequence import Hint, Landing, TokenSequence
 from forerun.core.spans import Record, SpanWindow
 from forerun.core.tree import ROOT, Bounds, TokenTree
 from forerun.core.walk import Walk, walk
@@ -75,6 +76,10 @@ class TargetSequence:
         self.worth = HintWorth()
         self.hinted = False  # a hint came since the last commit
         self.drafted_for = any(self._accepts(source) for source in Source if source is not Source.NGRAM)
+        self.hits = Hits()
+        self.asked = False  # a draft was asked for hints when the last pass was told
+        self._hit: Hit | None = None  # what was known when the pass that runs began
+        self._span: tuple[int, int, dict[str, int]] | None = None  # of the last pass, while its verdict is open
         self.spans = SpanWindow(record, start.traceparent, "verify", "decode.window", start.params.trace_detail)
         self._laid: list[tuple[Run, tuple[int, ...]]] = []  # its runs of the pass, and the nodes each computes
 
@@ -135,6 +140,7 @@ class TargetSequence:
 
     def close(self, *, poisoned: bool = False) -> None:
         """It is over here."""
+        self._tell_span(self.hits.ends())
         self.unlay(poisoned=poisoned)
         self.kv.release(() if poisoned else self.text.tokens, poisoned=poisoned)
         self.spans.close()
@@ -216,6 +222,40 @@ class TargetSequence:
             self.kv.drop(run.path, poisoned=poisoned)
         self._laid.clear()
 
+    def pass_begins(self) -> None:
+        """A pass that picks tokens begins."""
+        before, self._hit = self.hits.begins(self.text.committed_len, self.asked and self.most_nodes > 0)
+        self._tell_span(before)
+
+    def pass_ended(self, started_ns: int, ended_ns: int, counts: dict[str, int], *, over: bool) -> tuple[int, ...]:
+        """Its span is told once it is known whether hints were late. Returns hits since the pass before.
+
+        over: there will be no other pass.
+        """
+        if self._hit is not None:
+            counts[_attribute(self._hit)] = 1
+        self._span = (started_ns, ended_ns, counts)
+        if over:
+            self._tell_span(self.hits.ends())
+        elif self.hits.open_len is None:
+            self._tell_span(None)
+        return self.hits.take()
+
+    def _tell_span(self, verdict: Hit | None) -> None:
+        if self._span is not None:
+            started_ns, ended_ns, counts = self._span
+            self._span = None
+            self.spans.add(started_ns, ended_ns, counts if verdict is None else {**counts, _attribute(verdict): 1})
+
+    def take_hint(self, hint: Hint, now: float) -> Landing:
+        """A draft's hint arrived."""
+        serves_open = self.hits.open_len is not None and self.text.served(hint, self.hits.open_len)
+        landing = self.text.land(hint, depth=max(0, self.room - 1))
+        self._tell_span(self.hits.hinted(serves_open, landing is Landing.MERGED))
+        self.patience.hinted(now)
+        self.hinted = True
+        return landing
+
     def prefilled(self) -> None:
         """Rows of its prompt were computed and nothing was to be decided."""
         ((run, _),) = self._laid
@@ -283,7 +323,10 @@ class TargetSequence:
         """
         self._learn(decided, checked)
         cached_len = self.text.committed_len + decided.accepted
-        self.text.advance(decided.tokens)
+        tree = self.text.tree
+        path = self.text.advance(decided.tokens).path
+        known = any(source is not Source.NGRAM for source in self.text.tree.sources[1:])
+        self.hits.committed(known, along=all(map(tree.leads, path)))
         if sick:
             self.unlay(poisoned=True)
             self.kv.cleanse()
@@ -324,6 +367,10 @@ class TargetSequence:
                 self.trust[source].judged(nodes)
             else:
                 self.trust[source].unseen()
+
+
+def _attribute(hit: Hit) -> str:
+    return f"forerun.{hit.name.lower()}"
 
 
 def _finite(row: Row) -> bool:

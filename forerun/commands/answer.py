@@ -11,6 +11,7 @@ from typing import Any
 from forerun.client import Client
 from forerun.commands.measure import Prompt, Sample, Timeline, percentiles, ratio
 from forerun.core.errors import MalformedMessage
+from forerun.core.hits import Hit
 from forerun.v1 import generation_pb2
 
 
@@ -61,6 +62,7 @@ class Answer:
             branched=usage.branched,
             preempted=usage.preempted,
             targets=usage.targets,
+            hits=tuple(getattr(usage.hits, hit.name.lower()) for hit in Hit),
             not_exact=self.finished.not_exact,
         )
 
@@ -73,7 +75,10 @@ class Answer:
             "stop_cause": self.stop_cause,
             "not_exact": self.finished.not_exact,
             "seed": started.seed,
-            "usage": {field.name: getattr(usage, field.name) for field in usage.DESCRIPTOR.fields},
+            "usage": {
+                **{field.name: getattr(usage, field.name) for field in usage.DESCRIPTOR.fields},
+                "hits": {field.name: getattr(usage.hits, field.name) for field in usage.hits.DESCRIPTOR.fields},
+            },
             "timings": {
                 "ttft_ms": None if timeline.ttft is None else timeline.ttft * 1000,
                 "total_ms": timeline.seconds * 1000,

@@ -11,9 +11,11 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, TypeVar
 
 from forerun.core.errors import InvalidRequest
+from forerun.core.hits import NONE, Hit, added, waiting_share
 
 T = TypeVar("T")
 
@@ -83,6 +85,7 @@ class Sample:
     branched: int = 0  # passes that checked more than one chain
     preempted: int = 0
     targets: int = 1  # workers that gave tokens
+    hits: tuple[int, ...] = NONE  # passes that were to have hints, by core/hits.py
     not_exact: bool = False
 
 
@@ -184,12 +187,15 @@ def _speculation(samples: Sequence[Sample]) -> dict[str, Any]:
     passes = sum(sample.passes for sample in samples)
     drafted = sum(sample.drafted for sample in samples)
     accepted = sum(sample.accepted for sample in samples)
+    hits = reduce(added, (sample.hits for sample in samples), NONE)
     return {
         "acceptance_rate": ratio(accepted, drafted),
         "tokens_per_pass": ratio(tokens, passes),
         "drafted": drafted,
         "accepted": accepted,
         "passes": passes,
+        "hits": {hit.name.lower(): hits[hit] for hit in Hit},
+        "waiting_share": waiting_share(hits) if any(hits) else None,
     }
 
 

@@ -56,7 +56,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> Table:
     """The runs as `measure.summarise` gives them."""
     drawn = Table(box=None, header_style="bold")
     drawn.add_column("run", no_wrap=True)
-    for name in ("prompts", "tokens", "tokens/s", "x plain", "accepted", "tokens/pass"):
+    for name in ("prompts", "tokens", "tokens/s", "x plain", "accepted", "tokens/pass", "waiting"):
         drawn.add_column(name, justify="right", no_wrap=True)
     for name in ("TTFT ms p50/p90/p99", "ITL ms p50/p90/p99"):
         drawn.add_column(name, justify="right")
@@ -69,6 +69,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> Table:
             _figure(run["ratio_to_plain"], 2),
             "-" if run["acceptance_rate"] is None else f"{run['acceptance_rate']:.1%}",
             _figure(run["tokens_per_pass"], 2),
+            "-" if run["waiting_share"] is None else f"{run['waiting_share']:.0%}",
             _figures(run["ttft_ms"].values(), 0),
             _figures(run["itl_ms"].values(), 1),
         )

@@ -30,6 +30,18 @@ def speedup_overlapped(a: float, k: int, c: float, h: float = 0.0) -> float:
     return expected_tokens(a, k) / (max(1.0, k * c) + missed * k * c)
 
 
+def waiting_share(a: float, k: float, h: float) -> float:
+    """Share of passes that could find their proposal waiting, if the draft were always in time.
+
+    After k accepted tokens the target picks one more, which the run-ahead holds with chance a and a branch with
+    (1 - a) h; after a miss only a branch can hold the correction. k need not be whole: passes differ.
+    """
+    if not (0.0 <= a <= 1.0 and 0.0 <= h <= 1.0) or k < 0:
+        raise ValueError(f"acceptance and h must be in [0, 1] and k at least 0, not {a}, {h} and {k}")
+    through = float(a**k)
+    return through * (a + (1.0 - a) * h) + (1.0 - through) * h
+
+
 def acceptance(p: NDArray[np.float64], q: NDArray[np.float64]) -> float:
     """Chance that a draft drawn from q is accepted against p by the ratio test: 1 - TV = sum min(p, q)."""
     return float(np.minimum(p, q).sum())

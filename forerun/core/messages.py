@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from forerun.core.hits import added
 from forerun.core.params import Finish, Sampling, SeqId, Source
 from forerun.core.sequence import Hint
 
@@ -74,6 +75,7 @@ class Emit:
     preempted: int = 0  # times the sequence lost its KV to others since the Emit before
     windows: tuple[int, ...] = ()  # nodes checked, pass by pass, at least `drafted` in all; empty: not told
     branched: int = 0  # passes whose checked nodes were more than one chain
+    hits: tuple[int, ...] = ()  # passes by what was known of their proposal, in the order of core/hits.py; empty: none
 
     def then(self, later: Emit) -> Emit:
         """Both as one message; `later` must go on where this one ends."""
@@ -92,6 +94,7 @@ class Emit:
             preempted=self.preempted + later.preempted,
             windows=self.windows + later.windows,
             branched=self.branched + later.branched,
+            hits=added(self.hits, later.hits) if self.hits or later.hits else (),
         )
 
 

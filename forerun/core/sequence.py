@@ -84,14 +84,24 @@ class TokenSequence:
 
     def land(self, hint: Hint, depth: int = 1 << 30) -> Landing:
         """Merge a hint, however old: it is walked through what was committed since (no deeper than `depth`)."""
-        if hint.base_len > self.committed_len:
+        node = self._met(hint, self.committed_len)
+        if isinstance(node, Landing):
+            return node
+        grafted = self.tree.graft(hint.tree, node, self.bounds, depth)
+        return Landing.MERGED if grafted else Landing.KNOWN
+
+    def served(self, hint: Hint, length: int) -> bool:
+        """Whether the hint said how the first `length` tokens go on."""
+        node = self._met(hint, length)
+        return not isinstance(node, Landing) and any(True for _ in hint.tree.children(node))
+
+    def _met(self, hint: Hint, length: int) -> int | Landing:
+        """Row of the hint's tree that the first `length` tokens lead to, or why there is none."""
+        if hint.base_len > length:
             return Landing.AHEAD
         tail = self.tokens[max(0, hint.base_len - len(hint.tail)) : hint.base_len]
         if not hint.tail or tuple(tail) != hint.tail or hint.tail[-1] != hint.tree.tokens[ROOT]:
             return Landing.OTHER_TAIL
-        since = self.tokens[hint.base_len :]
-        met = list(hint.tree.descend(since))
-        if len(met) < len(since):
-            return Landing.OVERTAKEN
-        grafted = self.tree.graft(hint.tree, met[-1] if met else ROOT, self.bounds, depth)
-        return Landing.MERGED if grafted else Landing.KNOWN
+        since = self.tokens[hint.base_len : length]
+        met = [ROOT, *hint.tree.descend(since)]
+        return met[-1] if len(met) > len(since) else Landing.OVERTAKEN

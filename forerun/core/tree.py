@@ -130,6 +130,10 @@ class TokenTree:
     def children(self, node: int) -> Iterable[int]:
         return self._children[node].values()
 
+    def leads(self, node: int) -> bool:
+        """Whether it is the likeliest child of its parent, the first of equals."""
+        return node == max(self.children(self.parents[node]), key=self.scores.__getitem__)
+
     def path(self, node: int) -> list[int]:
         """Rows from below the root down to `node`; empty for the root."""
         rows: list[int] = []

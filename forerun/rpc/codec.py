@@ -234,6 +234,7 @@ def target_event_of(message: target_pb2.TargetEvent) -> TargetEvent:
                 emit.preempted,
                 tuple(emit.timings.windows),
                 emit.branched,
+                tuple(emit.hits),
             )
         case "gap":
             return _gap(message.gap)
@@ -266,6 +267,7 @@ def put_target_event(event: TargetEvent) -> target_pb2.TargetEvent:
                 digests=event.digests,
                 preempted=event.preempted,
                 branched=event.branched,
+                hits=event.hits,
             )
             return target_pb2.TargetEvent(emit=emit)
         case Gap():

@@ -7,10 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel(Generic[Item]):
+    """An item on its way in: what it merges with, and whether it may be dropped."""
+
+    item: Item
+    key: Hashable | None = None
+    merge: Callable[[Item, Item], Item] | None = None
+    droppable: bool = False
 
 
 class Outbox(Generic[Item]):
@@ -36,23 +47,33 @@ class Outbox(Generic[Item]):
         droppable: bool = False,
     ) -> None:
         """Append, or merge into the waiting item of the same key. From any thread."""
+        self.put_all([Parcel(item, key, merge, droppable)])
+
+    def put_all(self, parcels: Iterable[Parcel[Item]]) -> None:
+        """The same for several at once: whoever takes gets all of them or none. From any thread."""
         with self._lock:
-            if key is None:
-                self._serial += 1
-                key = self._serial
-            waiting = self._items.get(key)
-            if waiting is not None and merge is not None:
-                self._items[key] = (merge(waiting[0], item), droppable)
-                return
-            self._items[key] = (item, droppable)
-            if len(self._items) > self._most:
-                self._drop_oldest()
-            wake = len(self._items) == 1
+            empty = not self._items
+            for parcel in parcels:
+                self._add(parcel)
+            wake = empty and bool(self._items)
         if wake:
             try:
                 self._loop.call_soon_threadsafe(self._ready.set)
             except RuntimeError:  # the loop is closed: the process ends and nobody reads
                 return
+
+    def _add(self, parcel: Parcel[Item]) -> None:
+        key = parcel.key
+        if key is None:
+            self._serial += 1
+            key = self._serial
+        waiting = self._items.get(key)
+        if waiting is not None and parcel.merge is not None:
+            self._items[key] = (parcel.merge(waiting[0], parcel.item), parcel.droppable)
+            return
+        self._items[key] = (parcel.item, parcel.droppable)
+        if len(self._items) > self._most:
+            self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         victim = next((key for key, (_, droppable) in self._items.items() if droppable), None)

@@ -26,7 +26,7 @@ from forerun.rpc import codec
 from forerun.rpc.frames import packed
 from forerun.rpc.lane import Lane
 from forerun.rpc.options import client_options
-from forerun.rpc.outbox import Outbox
+from forerun.rpc.outbox import Outbox, Parcel
 from forerun.v1 import attach_pb2, attach_pb2_grpc, common_pb2
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,12 @@ class _Dropped:
 class EngineThread:
     """Drains the inbox, then steps, for ever. An error in the engine ends the process, loudly."""
 
-    def __init__(self, engine: Engine, failed: Callable[[BaseException], None], lane: Lane) -> None:
+    def __init__(
+        self, engine: Engine, failed: Callable[[BaseException], None], lane: Lane, tell: Callable[[], None]
+    ) -> None:
+        """tell: called when commands were handled or a step was taken, to pass on what the engine said meanwhile."""
         self._lane = lane
+        self._tell = tell
         self._engine = engine
         self._failed = failed
         self.stepping = False
@@ -102,6 +106,7 @@ class EngineThread:
                 self.stepping = True
                 worked = self._engine.step()
                 self.stepping = False
+                self._tell()
         except BaseException as error:
             self._failed(error)
 
@@ -120,6 +125,8 @@ class EngineThread:
                 item = self._inbox.get_nowait()
         except queue.Empty:
             return True
+        finally:
+            self._tell()
 
     def _hold(self) -> bool:
         """Hold the next pass back as long as the engine's patience says. False: stop."""
@@ -143,6 +150,7 @@ class Worker:
         self._hello = hello
         self._coordinators = coordinators
         self._outboxes: dict[str, Outbox[Outgoing]] = {}
+        self._said: dict[str, list[Parcel[Outgoing]]] = {}  # by the engine, since `tell`; its thread only
         self._failure: BaseException | None = None
         self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -150,21 +158,20 @@ class Worker:
         self.attached = asyncio.Event()
 
     def emit(self, link: Any, event: Event) -> None:
-        """The engine's way out; from its thread. Events of a link that is gone are dropped."""
-        outbox = self._outboxes.get(link)
-        if outbox is None:
-            return
-        match event:
-            case Emit():
-                outbox.put(event, ("emit", event.seq), _merge_emits)
-            case Hinted():
-                outbox.put(event, ("hint", event.seq, event.hint.base_len, event.hint.tail), _merge_hints, True)
-            case _:
-                outbox.put(event)
+        """The engine's way out; from its thread. What one pass says leaves together, with `tell`."""
+        self._said.setdefault(link, []).append(_parcel(event))
+
+    def tell(self) -> None:
+        """Send what the engine said; from its thread. Events of a link that is gone are dropped."""
+        for link, parcels in self._said.items():
+            outbox = self._outboxes.get(link)
+            if outbox is not None:
+                outbox.put_all(parcels)
+        self._said.clear()
 
     async def run(self, engine: Engine, lane: Lane | None = None) -> None:
         """Serve until `stop`. Raises what the engine raised, if it failed. lane: where the engine was made."""
-        thread = EngineThread(engine, self._engine_failed, lane or Lane("engine"))
+        thread = EngineThread(engine, self._engine_failed, lane or Lane("engine"), self.tell)
         thread.start()
         links: dict[str, asyncio.Task[None]] = {}
         try:
@@ -275,8 +282,9 @@ class Worker:
             thread.put(link, read(message))
         except MalformedMessage as error:
             log.warning("malformed command on %s: %s", link, error)
-            if seq.request_id:
-                self.emit(link, Refused(codec.seq_of(seq), f"malformed message: {error}"))
+            outbox = self._outboxes.get(link)
+            if seq.request_id and outbox is not None:
+                outbox.put(Refused(codec.seq_of(seq), f"malformed message: {error}"))
 
 
 async def _write(call: Any, outbox: Outbox[Outgoing], role: int) -> None:
@@ -302,15 +310,33 @@ def worker_frames(items: Iterable[Outgoing], role: int) -> Iterator[attach_pb2.W
             yield item
         else:
             events.append(item)
-    yield from packed(attach_pb2.WorkerFrame, (_part(event, role) for event in events))
+    yield from packed(attach_pb2.WorkerFrame, (part for event in events if (part := _part(event, role)) is not None))
 
 
-def _part(event: Event, role: int) -> tuple[str, Any]:
-    """Gap and Refused exist for both roles; a Hinted only for a draft, an Emit only for a target."""
-    if role == attach_pb2.ROLE_TARGET and not isinstance(event, Hinted):
-        return "target", codec.put_target_event(event)
-    assert not isinstance(event, Emit), "a draft emits nothing"
-    return "draft", codec.put_draft_event(event)
+def _part(event: Event, role: int) -> tuple[str, Any] | None:
+    """Gap and Refused exist for both roles; a Hinted only for a draft, an Emit only for a target.
+
+    What the wire cannot hold concerns one sequence only: it is left out, and logged.
+    """
+    try:
+        if role == attach_pb2.ROLE_TARGET and not isinstance(event, Hinted):
+            return "target", codec.put_target_event(event)
+        assert not isinstance(event, Emit), "a draft emits nothing"
+        return "draft", codec.put_draft_event(event)
+    except (TypeError, ValueError):
+        log.exception("cannot send %s of %s", type(event).__name__, event.seq)
+        return None
+
+
+def _parcel(event: Event) -> Parcel[Outgoing]:
+    """Unsent Emits and Hints of a sequence merge; hints go first when nobody reads."""
+    match event:
+        case Emit():
+            return Parcel(event, ("emit", event.seq), _merge_emits)
+        case Hinted():
+            return Parcel(event, ("hint", event.seq, event.hint.base_len, event.hint.tail), _merge_hints, True)
+        case _:
+            return Parcel(event)
 
 
 def _merge_emits(first: Outgoing, later: Outgoing) -> Outgoing:

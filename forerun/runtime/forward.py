@@ -22,6 +22,7 @@ from forerun.runtime.batch import Batch, lower
 from forerun.runtime.memory import MemoryUse
 from forerun.runtime.packed import pack_linears, weight_bytes
 from forerun.runtime.passes import Run
+from forerun.runtime.steady import steady
 from forerun.runtime.tiled import TiledAttention
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ _PROOF = 9
 
 _LONG_PROOF = 2 * TILE + _PROOF
 """Tokens of the proof that the rows of a long pass are those of short ones."""
+
+_PIECES = (16, 40, 64)
+"""In which that text is computed the second time, beside what is left of it."""
 
 _SEQUENCES = 16
 """For how many sequences of full length there is KV unless said."""
@@ -89,6 +93,8 @@ class TransformersModel:
         self._dtype, self._device = parameter.dtype, parameter.device
         shape = KVShape.of(model)
         pack_linears(model)
+        if self._device.type == "cpu":
+            steady(model)
         self._model = model
         self._shape = shape
         self._tile = ROW_TILE.get(self._dtype, 16)
@@ -187,7 +193,7 @@ class TransformersModel:
         try:
             whole = self.forward([Run(KV(self.pages).extend(count), tokens, 0, count)])[0]
             self.pages.forget()
-            if whole.shape != (count, self.vocab_size) or not np.isfinite(whole).all():
+            if whole.shape != (count, self.vocab_size) or not np.isfinite(whole.max(axis=-1)).all():
                 raise ModelRefused(f"{name} gave logits of shape {whole.shape}, or not finite ones")
             if exact and not self._alone_and_in_company(tokens, whole):
                 raise ModelRefused(
@@ -214,7 +220,10 @@ class TransformersModel:
         return self._long_and_short(len(tokens))
 
     def _long_and_short(self, rows: int) -> bool:
-        """The same for the last `rows` of a text of several pages: computed with all of it, and by themselves."""
+        """The same for the last `rows` of a text of several pages: computed with all of it, and after pieces of it.
+
+        Pieces of several sizes, since where threads divide a tensor depends on its rows.
+        """
         length = min(_LONG_PROOF, self.context_limit - 1, (self.pages.count - 1) // 2 * TILE)
         if length <= rows:
             return True
@@ -222,5 +231,10 @@ class TransformersModel:
         text = tuple(at * 31 % self.vocab_size for at in range(length))
         whole = self.forward([Run(KV(self.pages).extend(length), text, 0, rows)])[0]
         path = KV(self.pages).extend(length)
-        self.forward([Run(path, text[:-rows], 0, 0)])
+        start = 0
+        for size in (*_PIECES, length):
+            piece = text[start : length - rows][:size]
+            if piece:
+                self.forward([Run(path, piece, start, 0)])
+                start += len(piece)
         return np.array_equal(self.forward([Run(path, text[-rows:], length - rows, rows)])[0], whole)

@@ -6,7 +6,8 @@ import ctypes
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forerun.core.errors import ModelRefused
@@ -32,11 +33,17 @@ class MemoryUse:
     kv: int
     kv_tokens: int
     workspace: int  # what the largest passes needed
+    ranks: int = 1  # processes that take as much each
+
+    def of_each(self, ranks: int) -> MemoryUse:
+        return replace(self, ranks=ranks)
 
     def __str__(self) -> str:
+        each = f" of each of {self.ranks} ranks" if self.ranks > 1 else ""
         return (
-            f"memory: weights {self.weights / MIB:.0f} MiB, KV up to {self.kv / MIB:.0f} MiB ({self.kv_tokens} tokens)"
-            f", workspace {self.workspace / MIB:.0f} MiB, beside {self.baseline / MIB:.0f} MiB of program"
+            f"memory{each}: weights {self.weights / MIB:.0f} MiB, "
+            f"KV up to {self.kv / MIB:.0f} MiB ({self.kv_tokens} tokens), "
+            f"workspace {self.workspace / MIB:.0f} MiB, beside {self.baseline / MIB:.0f} MiB of program"
         )
 
 
@@ -52,13 +59,16 @@ def kv_pages(page_bytes: int, sequences: int, context_limit: int, budget: int) -
     return pages
 
 
-def kv_budget(device: str, claimed: int = 0) -> int:
-    """Bytes that KV may take unless told: a share of what is free once `claimed` bytes more are taken."""
-    if device.startswith("cuda"):
+def kv_budget(devices: Sequence[str], claimed: int = 0) -> int:
+    """Bytes that the KV of each rank may take unless told: a share of what is free once its weights are there.
+
+    devices: of the ranks; those on CPUs share a machine. claimed: bytes of a rank's weights, still to be loaded.
+    """
+    if devices[0].startswith("cuda"):
         import torch
 
-        return int(GPU_SHARE * max(0, torch.cuda.mem_get_info(device)[0] - claimed))
-    return int(SHARE * max(0, free_bytes() - claimed))
+        return int(GPU_SHARE * min(max(0, torch.cuda.mem_get_info(device)[0] - claimed) for device in devices))
+    return int(SHARE * max(0, free_bytes() - len(devices) * claimed)) // len(devices)
 
 
 def free_bytes() -> int:

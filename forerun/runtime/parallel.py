@@ -36,6 +36,7 @@ from forerun.core.errors import GroupLost, ModelRefused
 from forerun.runtime.batch import Batch
 from forerun.runtime.exchange import Exchange, PeerLost, SharedEnds, TorchExchange
 from forerun.runtime.forward import TransformersModel
+from forerun.runtime.memory import MemoryUse
 from forerun.runtime.ranks import PEER_LOST, GroupSpec, Seat, run_child
 from forerun.runtime.shards import ask_rows, connect, load_shard
 
@@ -265,6 +266,9 @@ class ParallelModel(TransformersModel):
             self._group.stop()  # the others are in the middle of a pass that rank 0 left
             self._group.broken = "rank 0 left a pass"
             raise
+
+    def memory(self, baseline: int, resident: int) -> MemoryUse:
+        return super().memory(baseline, resident).of_each(self._spec.ranks)
 
     def restart(self) -> None:
         """A new group for the same weights. Raises GroupLost or ModelRefused if it does not come up."""

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import ModelRefused
@@ -105,34 +105,28 @@ def _build(folder: str, options: LoadOptions, context_limit: int, draft: bool, s
 
     device = _device(options)
 
-    def pages(shape: KVShape, weights: int) -> int:
-        budget = kv_budget(device, weights) if options.kv_memory is None else options.kv_memory
-        return kv_pages(shape.page_bytes, sequences, context_limit, budget)
-
     if options.tp == 1:
         weights = load_causal_lm(folder, options.dtype, options.layers).to(device)  # type: ignore[arg-type]
-        shape = KVShape.of(weights)
-        return TransformersModel(weights, context_limit, pages(shape, 0), exact=not draft)
+        budget = kv_budget([device]) if options.kv_memory is None else options.kv_memory
+        pages = kv_pages(KVShape.of(weights).page_bytes, sequences, context_limit, budget)
+        return TransformersModel(weights, context_limit, pages, exact=not draft)
     from forerun.runtime.parallel import ParallelModel
     from forerun.runtime.ranks import GroupSpec
-    from forerun.runtime.shards import check_divides, plan_of
+    from forerun.runtime.shards import check_divides, heads_are_split, plan_of
 
     _, outline = described(folder, options.dtype, options.layers)
-    check_divides(outline, plan_of(outline), options.tp)  # before any process is started for it
-    weight_bytes = sum(weight.nbytes for weight in outline.parameters())
-    # The ranks share this machine's memory: together their pages are as large as one of the whole model.
-    count = pages(KVShape.of(outline), weight_bytes)
+    plan = plan_of(outline)
+    check_divides(outline, plan, options.tp)  # before any process is started for it
     spec = GroupSpec(
-        folder,
-        options.dtype,
-        options.tp,
-        context_limit,
-        count,
-        layers=options.layers,
-        threads=options.threads,
-        device=device,
+        folder, options.dtype, options.tp, context_limit, 2, options.layers, threads=options.threads, device=device
     )
-    return ParallelModel(spec, exact=not draft)
+    devices = [spec.device_of(rank) for rank in range(options.tp)]
+    page_bytes = KVShape.of(outline).page_bytes // (options.tp if heads_are_split(plan) else 1)
+    weight_bytes = sum(weight.nbytes for weight in outline.parameters()) // options.tp
+    whole = options.kv_memory
+    budget = kv_budget(devices, weight_bytes) if whole is None else whole // options.tp
+    pages = kv_pages(page_bytes, sequences, context_limit, budget)
+    return ParallelModel(replace(spec, pages=pages), exact=not draft)
 
 
 def hello(

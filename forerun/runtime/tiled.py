@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forerun.core.errors import ModelRefused
 from forerun.core.pages import TILE
 from forerun.runtime.batch import Batch, Ints
 
@@ -65,8 +66,8 @@ class Group:
     position: Tensor  # [runs, lines]
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window
 
-    def mask(self, window: int | None) -> Tensor:
-        """[runs, 1, lines, tiles * TILE]: 0 where a line sees a column, -inf elsewhere."""
+    def hidden(self, window: int | None) -> Tensor:
+        """[runs, 1, lines, tiles * TILE]: where a line does not see a column."""
         known = self.masks.get(window)
         if known is None:
             column = torch.arange(self.tiles * TILE)
@@ -74,8 +75,7 @@ class Group:
             hidden = column > position
             if window is not None:
                 hidden |= column <= position - window
-            known = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]
-            self.masks[window] = known
+            known = self.masks[window] = hidden[:, None]
         return known
 
 
@@ -129,11 +129,13 @@ class TiledAttention:
         softcap: float | None,
     ) -> Tensor:
         heads, rows, width = query.shape
+        if key.dtype is not self._keys.dtype:
+            raise ModelRefused(f"layer {layer} gave K in {key.dtype}, its weights are in {self._keys.dtype}")
         keys, values = self._keys[layer], self._values[layer]
         self._store(keys, values, key, value)
         asked = query.transpose(0, 1).reshape(-1, width)  # [rows * heads, head_dim]
         parts = [
-            _attend_group(part, asked, scale, keys, values, part.mask(window), softcap, self._gather)
+            _attend_group(part, asked, scale, keys, values, part.hidden(window), softcap, self._gather)
             for part in self._groups
         ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -198,7 +200,7 @@ def _attend_group(
     scale: float,
     keys: Tensor,
     values: Tensor,
-    mask: Tensor,
+    hidden: Tensor,
     softcap: float | None,
     gather: Gather,
 ) -> Tensor:
@@ -214,7 +216,8 @@ def _attend_group(
         scores = torch.tanh(scores / softcap) * softcap
     if part.side_by_side is not None:
         scores = scores.view(-1, TILE).index_select(0, part.side_by_side)
-    scores = scores.view(part.runs, kv_heads, lines, part.tiles * TILE).add_(mask)
+    # Filled, not added to: where a run has no page stand the scores of another, which may be no numbers.
+    scores = scores.view(part.runs, kv_heads, lines, part.tiles * TILE).masked_fill_(hidden, float("-inf"))
     weights = torch.softmax(scores, dim=-1).view(-1, TILE)
     if part.apart is not None:
         weights = weights.index_select(0, part.apart)

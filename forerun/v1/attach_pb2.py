@@ -27,25 +27,25 @@ from forerun.v1 import draft_pb2 as forerun_dot_v1_dot_draft__pb2
 from forerun.v1 import target_pb2 as forerun_dot_v1_dot_target__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x66orerun/v1/attach.proto\x12\nforerun.v1\x1a\x17\x66orerun/v1/common.proto\x1a\x16\x66orerun/v1/draft.proto\x1a\x17\x66orerun/v1/target.proto\"\xa1\x02\n\x05Hello\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.forerun.v1.Role\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x06 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x07 \x01(\r\x12\x15\n\rcontext_limit\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12#\n\x07sources\x18\n \x03(\x0e\x32\x12.forerun.v1.Source\x12\x11\n\tlookahead\x18\x0b \x01(\r\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\x12\x11\n\tkv_tokens\x18\r \x01(\r\"P\n\tHeartbeat\x12\x10\n\x08progress\x18\x01 \x01(\x04\x12\x11\n\tsequences\x18\x02 \x01(\r\x12\x0c\n\x04idle\x18\x03 \x01(\x08\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\xa9\x01\n\x0bWorkerFrame\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.forerun.v1.Hello\x12(\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.forerun.v1.Heartbeat\x12%\n\x05\x64raft\x18\x03 \x03(\x0b\x32\x16.forerun.v1.DraftEvent\x12\'\n\x06target\x18\x04 \x03(\x0b\x32\x17.forerun.v1.TargetEvent\"4\n\x07Welcome\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\"\x8c\x01\n\x10\x43oordinatorFrame\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.forerun.v1.Welcome\x12\'\n\x05\x64raft\x18\x02 \x03(\x0b\x32\x18.forerun.v1.DraftCommand\x12)\n\x06target\x18\x03 \x03(\x0b\x32\x19.forerun.v1.TargetCommand*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_TARGET\x10\x01\x12\x0e\n\nROLE_DRAFT\x10\x02\x32Q\n\nAttachment\x12\x43\n\x06\x41ttach\x12\x17.forerun.v1.WorkerFrame\x1a\x1c.forerun.v1.CoordinatorFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x66orerun/v1/attach.proto\x12\nforerun.v1\x1a\x17\x66orerun/v1/common.proto\x1a\x16\x66orerun/v1/draft.proto\x1a\x17\x66orerun/v1/target.proto\"\xa1\x02\n\x05Hello\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.forerun.v1.Role\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x06 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x07 \x01(\r\x12\x15\n\rcontext_limit\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12#\n\x07sources\x18\n \x03(\x0e\x32\x12.forerun.v1.Source\x12\x11\n\tlookahead\x18\x0b \x01(\r\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\x12\x11\n\tkv_tokens\x18\r \x01(\r\"P\n\tHeartbeat\x12\x10\n\x08progress\x18\x01 \x01(\x04\x12\x11\n\tsequences\x18\x02 \x01(\r\x12\x0c\n\x04idle\x18\x03 \x01(\x08\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\xb5\x01\n\x0bWorkerFrame\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.forerun.v1.Hello\x12(\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.forerun.v1.Heartbeat\x12%\n\x05\x64raft\x18\x05 \x03(\x0b\x32\x16.forerun.v1.DraftEvent\x12\'\n\x06target\x18\x06 \x03(\x0b\x32\x17.forerun.v1.TargetEventJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"4\n\x07Welcome\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\"\x98\x01\n\x10\x43oordinatorFrame\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.forerun.v1.Welcome\x12\'\n\x05\x64raft\x18\x04 \x03(\x0b\x32\x18.forerun.v1.DraftCommand\x12)\n\x06target\x18\x05 \x03(\x0b\x32\x19.forerun.v1.TargetCommandJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_TARGET\x10\x01\x12\x0e\n\nROLE_DRAFT\x10\x02\x32Q\n\nAttachment\x12\x43\n\x06\x41ttach\x12\x17.forerun.v1.WorkerFrame\x1a\x1c.forerun.v1.CoordinatorFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forerun.v1.attach_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=856
-  _globals['_ROLE']._serialized_end=917
+  _globals['_ROLE']._serialized_start=880
+  _globals['_ROLE']._serialized_end=941
   _globals['_HELLO']._serialized_start=114
   _globals['_HELLO']._serialized_end=403
   _globals['_HEARTBEAT']._serialized_start=405
   _globals['_HEARTBEAT']._serialized_end=485
   _globals['_WORKERFRAME']._serialized_start=488
-  _globals['_WORKERFRAME']._serialized_end=657
-  _globals['_WELCOME']._serialized_start=659
-  _globals['_WELCOME']._serialized_end=711
-  _globals['_COORDINATORFRAME']._serialized_start=714
-  _globals['_COORDINATORFRAME']._serialized_end=854
-  _globals['_ATTACHMENT']._serialized_start=919
-  _globals['_ATTACHMENT']._serialized_end=1000
+  _globals['_WORKERFRAME']._serialized_end=669
+  _globals['_WELCOME']._serialized_start=671
+  _globals['_WELCOME']._serialized_end=723
+  _globals['_COORDINATORFRAME']._serialized_start=726
+  _globals['_COORDINATORFRAME']._serialized_end=878
+  _globals['_ATTACHMENT']._serialized_start=943
+  _globals['_ATTACHMENT']._serialized_end=1024
 # @@protoc_insertion_point(module_scope)

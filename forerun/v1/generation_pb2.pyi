@@ -164,7 +164,7 @@ class StopCause(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., text: _Optional[str] = ..., max_tokens: _Optional[int] = ..., context_limit: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt", "cached", "completion", "drafted", "accepted", "passes", "preempted", "targets", "branched")
+    __slots__ = ("prompt", "cached", "completion", "drafted", "accepted", "passes", "preempted", "targets", "branched", "hits")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,7 @@ class Usage(_message.Message):
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
     BRANCHED_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
     prompt: int
     cached: int
     completion: int
@@ -183,7 +184,22 @@ class Usage(_message.Message):
     preempted: int
     targets: int
     branched: int
-    def __init__(self, prompt: _Optional[int] = ..., cached: _Optional[int] = ..., completion: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., passes: _Optional[int] = ..., preempted: _Optional[int] = ..., targets: _Optional[int] = ..., branched: _Optional[int] = ...) -> None: ...
+    hits: Hits
+    def __init__(self, prompt: _Optional[int] = ..., cached: _Optional[int] = ..., completion: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., passes: _Optional[int] = ..., preempted: _Optional[int] = ..., targets: _Optional[int] = ..., branched: _Optional[int] = ..., hits: _Optional[_Union[Hits, _Mapping]] = ...) -> None: ...
+
+class Hits(_message.Message):
+    __slots__ = ("continued", "branch", "awaited", "late", "miss")
+    CONTINUED_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    continued: int
+    branch: int
+    awaited: int
+    late: int
+    miss: int
+    def __init__(self, continued: _Optional[int] = ..., branch: _Optional[int] = ..., awaited: _Optional[int] = ..., late: _Optional[int] = ..., miss: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "attempt", "seed", "trace_id", "model", "model_revision", "numerics_id", "prompt_tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,15 @@ import pytest
 import torch
 from models import tiny_model
 from numpy.typing import NDArray
+from torch import nn
+from transformers.activations import GELUTanh
 
 from forerun.core.errors import ModelRefused
 from forerun.core.pages import KV
 from forerun.runtime.forward import TransformersModel
 from forerun.runtime.models import load_causal_lm
 from forerun.runtime.passes import Run
+from forerun.runtime.steady import Steady
 from forerun.runtime.tiled import Gather, TiledAttention, blocks
 
 LENGTH = 150  # crosses a column tile
@@ -208,6 +212,53 @@ def test_layers_outside_the_interface_are_refused(folder: str) -> None:
     model = load_causal_lm(folder, "float32", attention="eager")
     with pytest.raises(ModelRefused, match="cannot be rolled back"):
         TransformersModel(model, 512)
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_pages_in_many_blocks(model: TransformersModel, one_by_one: NDArray[np.float32], block: int) -> None:
+    """As with a large model, of whose pages only a few are fetched at once."""
+    assert isinstance(model.attention, TiledAttention)
+    gather = model.attention._gather
+    before, gather.block = gather.block, block
+    try:
+        assert np.array_equal(chunked(model, [33], company=3), one_by_one)
+    finally:
+        gather.block = before
+
+
+def test_keys_of_another_type_are_refused() -> None:
+    attention = TiledAttention(layers=1, pages=2, heads=2, kv_heads=1, head_dim=8, dtype=torch.bfloat16)
+    key = torch.zeros((1, 4, 8))
+    with pytest.raises(ModelRefused, match=r"K in torch\.float32, its weights are in torch\.bfloat16"):
+        attention.attend(0, torch.zeros((2, 4, 8)), key, key, 1.0, None, None)
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("function", [nn.SiLU(), nn.GELU(approximate="tanh"), GELUTanh()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2_048, 4_100, 333])
+def test_an_activation_does_not_depend_on_its_company(
+    three_threads: None, function: nn.Module, dtype: torch.dtype, width: int
+) -> None:
+    """Three threads divide 40 rows elsewhere than 4."""
+    x = 3 * torch.randn((112, width), generator=torch.Generator().manual_seed(2)).to(dtype)
+    by_four = torch.cat([Steady(function)(rows) for rows in x.split(4)])
+    for rows in (8, 16, 40, 64, 112):
+        assert torch.equal(Steady(function)(x[:rows]), by_four[:rows]), rows
+    torch.testing.assert_close(by_four, function(x))
+
+
+def test_every_activation_of_a_model_is_steady(model: TransformersModel) -> None:
+    activations = [child for child in model._model.modules() if type(child).__module__ == "transformers.activations"]
+    wrapped = [child for child in model._model.modules() if isinstance(child, Steady)]
+    assert len(wrapped) == 3
+    assert {id(child.function) for child in wrapped} >= {id(child) for child in activations}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

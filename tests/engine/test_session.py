@@ -15,9 +15,10 @@ from coordinator.router import Router, RouterConfig
 from forerun.core.errors import Aborted, AlreadyExists, Exhausted, Unavailable, WorkerFailed
 from forerun.core.messages import Close, Emit, Gap, Refused, Start, Stop, Sync
 from forerun.core.params import Finish, Source
+from forerun.rpc import codec
 from forerun.rpc.fakes import TubeOutbox
 from forerun.runtime.sim import SimModel, SimSpec
-from forerun.v1 import attach_pb2
+from forerun.v1 import attach_pb2, draft_pb2, target_pb2
 from target_worker.engine import TargetConfig, TargetEngine
 
 END = frozenset({11})
@@ -289,3 +290,12 @@ async def test_a_draft_that_rests_is_told_all_at_once_when_it_is_wanted_again(ro
     assert draft.last(Sync).checked == 2
     emit(8, want=2)
     assert told()[-1] == (8, (8,), 2)
+
+
+async def test_a_malformed_event_takes_nothing_from_the_others_of_its_frame(router: Router) -> None:
+    peer = Peer(router)
+    session = await begin(router)
+    good, bad = codec.put_target_event(emit(peer, 3, 7)), target_pb2.TargetEvent()
+    unreadable = draft_pb2.DraftEvent()
+    router.take(peer.link, attach_pb2.WorkerFrame(target=[bad, good, bad], draft=[unreadable]))
+    assert session.ledger.tokens == [1, 2, 3, 7]

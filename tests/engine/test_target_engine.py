@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from forerun.core.cost import PassCost
 from forerun.core.errors import GroupLost
+from forerun.core.hits import Hit
 from forerun.core.messages import Emit, Hinted, Refused, Start, Stop, TargetParams
 from forerun.core.pages import TILE
 from forerun.core.params import Sampling, SeqId, Source
@@ -22,7 +23,8 @@ from forerun.core.sequence import TAIL, Hint
 from forerun.core.tree import ROOT, TokenTree
 from forerun.runtime.forward import TransformersModel
 from forerun.runtime.models import load_causal_lm
-from forerun.runtime.passes import Run
+from forerun.runtime.passes import Model, Run
+from forerun.runtime.sim import SimModel, SimSpec
 from forerun.runtime.tiled import TiledAttention
 from target_worker.engine import TargetConfig, TargetEngine
 
@@ -48,7 +50,7 @@ def model_of(folder: str, dtype: str = "float32", pages: int = 64, kind: Any = T
 class Told:
     """An engine and what it said."""
 
-    def __init__(self, model: TransformersModel, config: TargetConfig | None = None, **more: Any) -> None:
+    def __init__(self, model: Model, config: TargetConfig | None = None, **more: Any) -> None:
         self.events: list[Any] = []
         self.engine = TargetEngine(
             model, VOCAB, config or TargetConfig(), lambda link, event: self.events.append(event), **(level() | more)
@@ -304,6 +306,56 @@ def test_what_is_not_a_number_ends_one_sequence_and_leaves_nothing_behind(folder
         model.pages.forget()
 
 
+def test_what_is_not_a_number_does_not_reach_who_shares_its_pass(folder: str) -> None:
+    """Of unequal length: where the shorter one has no page, scores of the other stand in its place."""
+    long, short = ([token + (token == 13) for token in prompt] for prompt in (prompts(1, 480)[0], prompts(1, 200)[0]))
+    ((right, digests),) = alone(folder, "float32", [short], max_tokens=12)
+    model = model_of(folder, kind=Poisoned)
+    model.armed = True  # type: ignore[attr-defined]
+    told = Told(model, TargetConfig(prefill_chunk=480, row_budget=1024))
+    sick = told.start([*long[:-1], 13])
+    told.engine.step()
+    seq = told.start(short, 12)
+    told.settle()
+    assert [event.seq for event in told.events if isinstance(event, Refused)] == [sick]
+    assert told.answer(seq) == (right, digests)
+
+
+def test_a_sick_prompt_in_chunks_leaves_its_company_alone(folder: str) -> None:
+    """Its pages are no numbers long before its logits are looked at."""
+    long, short = ([token + (token == 13) for token in prompt] for prompt in (prompts(1, 480)[0], prompts(1, 200)[0]))
+    ((right, digests),) = alone(folder, "float32", [short], max_tokens=12)
+    model = model_of(folder, kind=Poisoned)
+    model.armed = True  # type: ignore[attr-defined]
+    told = Told(model)
+    sick = told.start([13, *long[1:]])
+    told.engine.step()
+    seq = told.start(short, 12)
+    told.settle()
+    assert [event.seq for event in told.events if isinstance(event, Refused)] == [sick]
+    assert told.answer(seq) == (right, digests)
+
+
+def test_prompts_take_turns_and_a_short_one_does_not_wait_for_a_long_one() -> None:
+    """A prompt of 32 tokens behind one of 4,000, beside 14 that decode; then two long ones side by side."""
+    spec = SimSpec.parse("sim:pass=20ms,row=0.5ms,vocab=1000,context=8192")
+    cost = PassCost([(rows, spec.pass_of(rows)) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)])
+    first = {}
+    for others in ([("long", 4_000), ("short", 32)], [("one", 4_000), ("two", 4_000)]):
+        told = Told(SimModel(spec, False, sleep=lambda seconds: None), TargetConfig(ngram=False), cost=cost)
+        for prompt in prompts(14, 10):
+            told.start(prompt, 2_000)
+        for _ in range(3):
+            told.engine.step()
+        seqs = {name: told.start(prompts(1, length, seed=length)[0], 2_000) for name, length in others}
+        for passes in range(1, 300):
+            told.engine.step()
+            first.update({name: passes for name, seq in seqs.items() if name not in first and told.emits(seq)})
+        told.events.clear()
+    assert first["short"] <= 3
+    assert abs(first["one"] - first["two"]) <= 4, first
+
+
 @pytest.mark.parametrize("length", [40, TILE - 1, TILE])
 def test_a_guess_that_is_not_a_number_costs_nothing_but_the_guess(folder: str, length: int) -> None:
     """Hinted on the main line and on a branch: the answer is the plain one, bit for bit."""
@@ -373,3 +425,59 @@ def test_hints_of_a_source_that_was_not_asked_for_are_not_kept(folder: str, sour
     told.engine.handle("link", Hinted(seq, hint))
     told.settle()
     assert told.emits(seq)[0].windows == (0,)
+
+
+class Traced(Told):
+    """Also keeps what its spans say of hits, pass by pass."""
+
+    def __init__(self, model: Model, **more: Any) -> None:
+        self.spans: list[str] = []
+        super().__init__(model, record=self._record, **more)
+
+    def _record(self, traceparent: str, name: str, start_ns: int, end_ns: int, attributes: Any) -> None:
+        causes = [key.removeprefix("forerun.") for key in attributes if key.removeprefix("forerun.") in CAUSES]
+        self.spans.append(causes[0] if causes else "-")
+
+    def hint(self, seq: SeqId, known: list[int], lines: list[list[tuple[int, float]]]) -> None:
+        self.engine.handle("link", Hinted(seq, hint_of(known, lines)))
+
+
+CAUSES = [hit.name.lower() for hit in Hit]
+
+
+def test_what_was_known_when_a_pass_needed_it_is_told_by_emits_and_spans(folder: str) -> None:
+    prompt = prompts(1, 20)[0]
+    ((right, _),) = alone(folder, "float32", [prompt])
+    other = [(token + 1) % VOCAB for token in right]
+    told = Traced(model_of(folder))
+    seq = told.start(prompt, 12, sources=(Source.MODEL,), max_draft_tokens=2)
+    told.engine.step()  # the prompt: nobody could know anything
+    told.hint(seq, prompt + right[:1], [[(right[1], 0.9), (right[2], 0.9), (right[3], 0.9), (right[4], 0.9)]])
+    told.engine.step()  # awaited; 2 of 4 are checked, and the third is the token after them
+    told.engine.step()  # continued: the fourth; then the tree ends
+    told.engine.step()  # nothing is known
+    told.hint(seq, prompt + right[:6], [[(right[6], 0.9), (right[7], 0.9)]])  # it would have served that pass
+    told.engine.step()  # what is left of it serves this one
+    told.hint(seq, prompt + right[:8], [[(other[8], 0.9), (9, 0.9)], [(right[8], 0.1), (right[9], 0.9)]])
+    told.engine.step()
+    told.settle()
+    sums = [sum(emit.hits[hit] if emit.hits else 0 for emit in told.emits(seq)) for hit in Hit]
+    assert told.answer(seq)[0] == right[:12]
+    assert told.spans == ["-", "awaited", "continued", "late", "awaited", "awaited", "-"]  # no room for a guess
+    assert sums == [told.spans.count(cause) for cause in CAUSES]
+
+
+def test_a_branch_that_holds_the_correction_is_a_hit(folder: str) -> None:
+    """One node is checked: the likelier, wrong one; the runner-up was right and goes on."""
+    prompt = prompts(1, 20)[0]
+    ((right, _),) = alone(folder, "float32", [prompt])
+    wrong = (right[1] + 1) % VOCAB
+    told = Traced(model_of(folder))
+    seq = told.start(prompt, 8, sources=(Source.MODEL,), max_draft_tokens=1)
+    told.engine.step()
+    told.hint(seq, prompt + right[:1], [[(wrong, 0.9)], [(right[1], 0.3), (right[2], 0.9)]])
+    told.engine.step()
+    told.engine.step()
+    told.settle()
+    assert told.spans[1:3] == ["awaited", "branch"]
+    assert told.answer(seq)[0] == right[:8]

@@ -80,6 +80,7 @@ def test_json_holds_everything(addr: str) -> None:
             "preempted": 0,
             "targets": 1,
             "branched": 0,
+            "hits": {"continued": 0, "branch": 0, "awaited": 0, "late": 0, "miss": 0},
         },
         "started": {
             "request_id": "mine",

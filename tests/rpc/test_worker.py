@@ -102,14 +102,16 @@ class FakeEngine:
 
 
 @asynccontextmanager
-async def attached(heartbeat_ms: int = 1000, **engine: Any) -> AsyncIterator[tuple[FakeCoordinator, FakeEngine, Any]]:
+async def attached(
+    heartbeat_ms: int = 1000, kind: type[FakeEngine] = FakeEngine, **engine: Any
+) -> AsyncIterator[tuple[FakeCoordinator, FakeEngine, Any]]:
     server = grpc.aio.server(options=server_options())
     coordinator = FakeCoordinator(heartbeat_ms)
     attach_pb2_grpc.add_AttachmentServicer_to_server(coordinator, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     worker = Worker(HELLO, [f"127.0.0.1:{port}"])
-    made = FakeEngine(worker.emit, **engine)
+    made = kind(worker.emit, **engine)
     running = asyncio.ensure_future(worker.run(made))
     await worker.attached.wait()
     try:
@@ -159,6 +161,26 @@ async def test_a_malformed_command_refuses_its_sequence_and_nothing_else() -> No
         assert heard == ["beside", "good"]
         assert [command.seq for command in engine.handled] == [SeqId("beside"), SeqId("good")]
         assert coordinator.streams == 1
+
+
+class Chorus(FakeEngine):
+    """Says nothing before all sixteen are there."""
+
+    def step(self) -> bool:
+        return super().step() if len(self._left) == 16 or self.progress else False
+
+
+async def test_what_a_pass_says_is_one_frame() -> None:
+    """All or nothing: the writer wakes at the first event, and the engine takes its time between two."""
+    async with attached(tokens=1, kind=Chorus, heartbeat_ms=600_000) as (coordinator, _, _):
+        await coordinator.next("heartbeat")
+        before = coordinator.frames
+        await coordinator.commands.put(
+            attach_pb2.CoordinatorFrame(target=[start(f"r{number}").target[0] for number in range(16)])
+        )
+        heard = [(await coordinator.next("target")).emit.seq.request_id for _ in range(16)]
+        assert heard == [f"r{number}" for number in range(16)]
+        assert coordinator.frames == before + 1
 
 
 async def test_comes_back_when_the_stream_ends() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.core.errors import ModelRefused
-from forerun.runtime.memory import MIB, MemoryUse, kv_pages, resident_bytes
+from forerun.runtime.memory import MIB, MemoryUse, kv_budget, kv_pages, resident_bytes
 
 
 def test_pages_fill_the_budget_but_never_more_than_can_be_used() -> None:
@@ -16,6 +16,24 @@ def test_pages_fill_the_budget_but_never_more_than_can_be_used() -> None:
 def test_too_little_is_refused_with_what_is_needed() -> None:
     with pytest.raises(ModelRefused, match=r"at least 4\.0 MiB.*there are 3\.0 MiB for it \(--kv-memory\)"):
         kv_pages(2 * MIB, sequences=4, context_limit=1000, budget=3 * MIB)
+
+
+def test_each_rank_on_a_gpu_gets_what_its_own_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """70 billion parameters in bfloat16 on four GPUs of 80 GB; the third is half full."""
+    free = {"cuda:0": 79 << 30, "cuda:1": 79 << 30, "cuda:2": 40 << 30, "cuda:3": 79 << 30}
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free[device], 80 << 30))
+    share = 141_000_000_000 // 4
+    assert kv_budget(list(free), share) == int(0.9 * ((40 << 30) - share))
+
+
+def test_ranks_on_cpus_share_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.runtime.memory.free_bytes", lambda: 100 * MIB)
+    assert kv_budget(["cpu"]) == 25 * MIB
+    assert kv_budget(["cpu"] * 3, 20 * MIB) == 10 * MIB // 3
+
+
+def test_a_group_says_what_each_of_its_ranks_takes() -> None:
+    assert str(MemoryUse(0, MIB, MIB, 9, MIB).of_each(3)).startswith("memory of each of 3 ranks: weights 1 MiB")
 
 
 def test_what_is_said_at_start() -> None:
