@@ -60,14 +60,16 @@ class Group:
     blocks: list[Block]
     query: Tensor  # [entries * kv_heads * lines] of [rows * heads, head_dim]
     target: Tensor  # [runs * kv_heads * lines] of the same
-    side_by_side: Tensor | None  # [runs * kv_heads * lines * tiles] of [entries * kv_heads * lines, TILE]; None: as is
+    side_by_side: (
+        Tensor | None
+    )  # [runs * kv_heads * lines * tiles] of [entries * kv_heads * lines + 1, TILE]; None: as is
     apart: Tensor | None  # [entries * kv_heads * lines] of [runs * kv_heads * lines * tiles, TILE]
     tile: list[Tensor]  # by tile: the entries of the runs that have so many; these runs come first
     position: Tensor  # [runs, lines]
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window
 
-    def hidden(self, window: int | None) -> Tensor:
-        """[runs, 1, lines, tiles * TILE]: where a line does not see a column."""
+    def mask(self, window: int | None) -> Tensor:
+        """[runs, 1, lines, tiles * TILE]: 0 where a line sees a column, -inf elsewhere."""
         known = self.masks.get(window)
         if known is None:
             column = torch.arange(self.tiles * TILE)
@@ -75,7 +77,8 @@ class Group:
             hidden = column > position
             if window is not None:
                 hidden |= column <= position - window
-            known = self.masks[window] = hidden[:, None]
+            known = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]
+            self.masks[window] = known
         return known
 
 
@@ -135,7 +138,7 @@ class TiledAttention:
         self._store(keys, values, key, value)
         asked = query.transpose(0, 1).reshape(-1, width)  # [rows * heads, head_dim]
         parts = [
-            _attend_group(part, asked, scale, keys, values, part.hidden(window), softcap, self._gather)
+            _attend_group(part, asked, scale, keys, values, part.mask(window), softcap, self._gather)
             for part in self._groups
         ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -200,7 +203,7 @@ def _attend_group(
     scale: float,
     keys: Tensor,
     values: Tensor,
-    hidden: Tensor,
+    mask: Tensor,
     softcap: float | None,
     gather: Gather,
 ) -> Tensor:
@@ -208,16 +211,16 @@ def _attend_group(
     _, kv_heads, width, _ = keys.shape
     lines, entries = part.lines, len(part.pages)
     query = asked.index_select(0, part.query).float().mul(scale).view(-1, lines, width)
-    scores = torch.empty((entries * kv_heads, lines, TILE))
+    lined = torch.empty((entries * kv_heads * lines + 1, TILE))
+    lined[-1] = 0.0  # stands where a run has no page: of another's scores there, none might be a number
+    scores = lined[:-1].view(entries * kv_heads, lines, TILE)
     for block in part.blocks:
         here = slice(block.start * kv_heads, block.end * kv_heads)
         _products(query[here], gather(keys, block), scores[here])
     if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if part.side_by_side is not None:
-        scores = scores.view(-1, TILE).index_select(0, part.side_by_side)
-    # Filled, not added to: where a run has no page stand the scores of another, which may be no numbers.
-    scores = scores.view(part.runs, kv_heads, lines, part.tiles * TILE).masked_fill_(hidden, float("-inf"))
+        lined = torch.tanh(lined / softcap) * softcap
+    lined = lined[:-1] if part.side_by_side is None else lined.index_select(0, part.side_by_side)
+    scores = lined.view(part.runs, kv_heads, lines, part.tiles * TILE).add_(mask)
     weights = torch.softmax(scores, dim=-1).view(-1, TILE)
     if part.apart is not None:
         weights = weights.index_select(0, part.apart)
@@ -282,13 +285,14 @@ def _group(batch: Batch, chosen: Ints, lengths: Ints, tiles: Ints, heads: int, k
     held = np.flatnonzero(table >= 0)
     held = held[np.argsort(table[held], kind="stable")]  # of each entry, its place in the table
     pages = table[held]
-    entry = np.zeros(len(table), dtype=np.int64)  # of each place; any where there is no page
+    entry = np.full(len(table), len(held), dtype=np.int64)  # of each place; one beyond where there is no page
     entry[held] = np.arange(len(held))
     by_tile = entry.reshape(runs, most_tiles)
     side_by_side = apart = None
     if most_tiles > 1 or runs > 1:
         each = np.arange(kv_heads * lines)
         wide = by_tile[:, None, :] * len(each) + each[None, :, None]  # [runs, kv_heads * lines, tiles]
+        wide = np.minimum(wide, len(held) * len(each))
         side_by_side = torch.from_numpy(wide.reshape(-1))
         run, tile = np.divmod(held, most_tiles)
         narrow = (run[:, None] * len(each) + each[None, :]) * most_tiles + tile[:, None]  # [entries, kv_heads * lines]
