@@ -24,7 +24,13 @@ WORTH = 0.04
 """While no cost is known: a node less likely than this is left unchecked."""
 
 LEAST_PROMPT_ROWS = 16
-"""Prompts move on by so many rows a pass whatever that costs the others; a smaller chunk is not worth a run."""
+"""Prompts move on by so many rows a pass, as far as STRAINED allows; a smaller chunk is hardly worth a run."""
+
+FEWEST_PROMPT_ROWS = 4
+"""The same whatever it costs the others: even the longest context comes to its end."""
+
+STRAINED = 2.4
+"""How many times as long as decoding alone a pass may be for the sake of LEAST_PROMPT_ROWS."""
 
 TYPICAL = 0.6
 """Chance of a drawn node whose sequence has no history."""
@@ -96,7 +102,12 @@ def _debts(
             continue
         rows = _most_rows(item, most, load, cost, limit_s) if limit_s < float("inf") else most
         if given < LEAST_PROMPT_ROWS:
-            rows = max(rows, min(most, LEAST_PROMPT_ROWS - given))
+            wished = min(most, LEAST_PROMPT_ROWS - given)
+            if rows < wished:
+                fewest = min(wished, max(0, FEWEST_PROMPT_ROWS - given))
+                rows = max(rows, fewest, _most_rows(item, wished, load, cost, STRAINED * alone_s))
+            if rows == 0:
+                break
         elif rows < min(most, LEAST_PROMPT_ROWS):
             break  # a few rows here and there cost more runs than they move prompts
         debts[item.key] = rows

@@ -35,6 +35,10 @@ class PagedAttention(Protocol):
         """Copy pages and prepare the indices of a pass."""
         ...
 
+    def transient_bytes(self, rows: int, columns: int) -> int:
+        """Beside KV, about the most that a pass of so many rows over so many columns needs for itself."""
+        ...
+
     def touched_bytes(self) -> int:
         """Of KV, what was ever written: the rest of it takes no memory yet."""
         ...

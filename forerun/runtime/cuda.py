@@ -226,6 +226,9 @@ class VarlenAttention:
         self._fixed: dict[Size, Fixed] = {}
         self.now: Fixed
 
+    def transient_bytes(self, rows: int, columns: int) -> int:
+        return 0  # its kernels keep no scores
+
     def touched_bytes(self) -> int:
         """All of it: a GPU's memory is taken at once."""
         return self.keys.nbytes + self.values.nbytes

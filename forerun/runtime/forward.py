@@ -37,6 +37,9 @@ _LONG_PROOF = 2 * TILE + _PROOF
 _PIECES = (16, 40, 64)
 """In which that text is computed the second time, beside what is left of it."""
 
+_MOST_ROWS, _MEASURED_TILES = 256, 8
+"""Rows of the largest pass, and KV tiles of those that are measured at start (calibrate.py)."""
+
 _SEQUENCES = 16
 """For how many sequences of full length there is KV unless said."""
 
@@ -139,7 +142,10 @@ class TransformersModel:
         if self._device.type == "cuda":
             baseline, resident = 0, torch.cuda.memory_reserved(self._device)
         touched = self.attention.touched_bytes()
-        workspace = max(0, resident - baseline - weights - touched)
+        # The largest pass so far was one of few columns.
+        farther = self.attention.transient_bytes(_MOST_ROWS, self.context_limit)
+        farther -= self.attention.transient_bytes(_MOST_ROWS, min(self.context_limit, _MEASURED_TILES * TILE))
+        workspace = max(0, resident - baseline - weights - touched) + farther
         pages = self.pages.count
         return MemoryUse(baseline, weights, pages * self._shape.page_bytes, pages * TILE, workspace)
 

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import ModelRefused
@@ -17,6 +18,7 @@ from forerun.core.pages import TILE
 from forerun.core.params import Source
 from forerun.rpc.lane import Lane
 from forerun.rpc.worker import Engine, Worker
+from forerun.runtime.distill import DRAFT
 from forerun.runtime.memory import MemoryUse, give_back, kv_budget, kv_pages, resident_bytes
 from forerun.runtime.models import described, load_causal_lm, numerics_id, resolve, revision
 from forerun.runtime.passes import Model
@@ -26,6 +28,9 @@ from forerun.text import TextModel
 from forerun.v1 import attach_pb2
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from forerun.runtime.distill.student import Student
     from forerun.runtime.forward import TransformersModel
 
 log = logging.getLogger(__name__)
@@ -65,7 +70,8 @@ class Loaded:
 def load(options: LoadOptions, *, draft: bool, sequences: int) -> Loaded:
     """sequences: how many are served at once. Raises ModelRefused, saying what cannot be served and why."""
     folder = resolve(options.model)
-    text = TextModel.load(folder)
+    target = _target_of(folder, options, draft)
+    text = TextModel.load(target or folder)
     if folder.startswith(PREFIX):
         spec = SimSpec.parse(folder)
         budget = 1 << 40 if options.kv_memory is None else options.kv_memory
@@ -79,7 +85,7 @@ def load(options: LoadOptions, *, draft: bool, sequences: int) -> Loaded:
     torch.set_num_threads(options.threads)
     began, baseline = time.monotonic(), resident_bytes()
     try:
-        model = _build(folder, options, text.context_limit, draft, sequences)
+        model = _build(folder, target, options, text.context_limit, draft, sequences)
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ModelRefused(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
     give_back()
@@ -100,13 +106,36 @@ def _device(options: LoadOptions) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _build(folder: str, options: LoadOptions, context_limit: int, draft: bool, sequences: int) -> TransformersModel:
+def _target_of(folder: str, options: LoadOptions, draft: bool) -> str | None:
+    """Folder of the target that `forerun distill` made this draft for; None: it is a model of its own."""
+    if not (Path(folder) / DRAFT).is_file():
+        return None
+    if not draft:
+        raise ModelRefused(f"{folder} is a draft that `forerun distill` made; serve its target, and it as --draft")
+    if options.tp > 1 or options.layers is not None:
+        raise ModelRefused(f"{folder} is a draft that `forerun distill` made; it takes neither --tp nor --layers")
+    from forerun.runtime.distill.student import read_draft
+
+    return resolve(read_draft(folder).target)
+
+
+def _build(
+    folder: str, target: str | None, options: LoadOptions, context_limit: int, draft: bool, sequences: int
+) -> TransformersModel:
+    """target: of a distilled draft."""
     from forerun.runtime.forward import KVShape, TransformersModel
 
     device = _device(options)
 
     if options.tp == 1:
-        weights = load_causal_lm(folder, options.dtype, options.layers).to(device)  # type: ignore[arg-type]
+        weights: PreTrainedModel | Student
+        if target is None:
+            weights = load_causal_lm(folder, options.dtype, options.layers)
+        else:
+            from forerun.runtime.distill.student import load_student
+
+            weights = load_student(folder, target, options.dtype)
+        weights = weights.to(device)  # type: ignore[arg-type]
         budget = kv_budget([device]) if options.kv_memory is None else options.kv_memory
         pages = kv_pages(KVShape.of(weights).page_bytes, sequences, context_limit, budget)
         return TransformersModel(weights, context_limit, pages, exact=not draft)

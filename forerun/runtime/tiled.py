@@ -28,6 +28,9 @@ from forerun.runtime.batch import Batch, Ints
 _LEAST_LINES = 4
 _MOST_SLICES = 6
 _FEW_TILES = 4
+SCORES_BYTES = 32 << 20
+"""Of the scores that are computed at once, as far as one row of one run allows. A pass has some five times as much."""
+
 _WORTH_A_SPAN = 3
 """Neighbouring pages from which on they are fetched as one piece rather than one by one."""
 _GATHERED_BYTES = 4 << 20
@@ -117,6 +120,9 @@ class TiledAttention:
     @property
     def _page_bytes(self) -> int:
         return 2 * self._keys[:, 0].nbytes
+
+    def transient_bytes(self, rows: int, columns: int) -> int:
+        return 5 * min(SCORES_BYTES, 4 * self._heads * rows * columns)
 
     def touched_bytes(self) -> int:
         return len(self._touched) * self._page_bytes
@@ -250,21 +256,47 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Runs, those whose scores would take too much memory in several. A row's bits do not depend on its piece."""
+
+    run: Ints  # [pieces]
+    first: Ints  # [pieces] row
+    rows: Ints  # [pieces]
+    tiles: Ints  # [pieces] pages that its last row sees
+
+    @classmethod
+    def of(cls, batch: Batch, heads: int) -> Pieces:
+        pieces: list[tuple[int, int, int]] = []
+        for run, (first, end) in enumerate(zip(batch.firsts[:-1].tolist(), batch.firsts[1:].tolist(), strict=True)):
+            columns = TILE * int((batch.tables[run] >= 0).sum())
+            most = max(1, SCORES_BYTES // (4 * heads * columns))
+            pieces.extend((run, start, min(most, end - start)) for start in range(first, end, most))
+        run, first, rows = np.array(pieces, dtype=np.int64).T
+        return cls(run, first, rows, batch.positions[first + rows - 1] // TILE + 1)
+
+
 def group(batch: Batch, heads: int, kv_heads: int, block: int) -> list[Group]:
-    """Runs by their numbers of rows and pages, each up to four times that of the shortest. A few pages are as one.
+    """Pieces by their numbers of rows and pages, each up to four times that of the shortest. A few pages are as one.
 
     block: entries that are computed together.
     """
-    lengths = np.diff(batch.firsts)
-    tiles = (batch.tables >= 0).sum(axis=1)
+    pieces = Pieces.of(batch, heads)
     buckets: dict[tuple[int, int], list[int]] = {}
-    for run in range(len(lengths)):
-        key = (_bucket(int(lengths[run])), _bucket(max(_FEW_TILES, int(tiles[run]))))
-        buckets.setdefault(key, []).append(run)
-    return [
-        _group(batch, np.array(sorted(runs, key=lambda run: -tiles[run])), lengths, tiles, heads, kv_heads, block)
-        for _, runs in sorted(buckets.items())
-    ]
+    for piece, (rows, tiles) in enumerate(zip(pieces.rows.tolist(), pieces.tiles.tolist(), strict=True)):
+        buckets.setdefault((_bucket(rows), _bucket(max(_FEW_TILES, tiles))), []).append(piece)
+    groups = []
+    for _, alike in sorted(buckets.items()):
+        alike.sort(key=lambda piece: -pieces.tiles[piece])
+        each = (
+            4 * max(_LEAST_LINES * kv_heads, heads * int(pieces.rows[alike].max())) * TILE * int(pieces.tiles[alike[0]])
+        )
+        most = max(1, SCORES_BYTES // each)
+        groups += [
+            _group(batch, pieces, np.array(alike[start : start + most]), heads, kv_heads, block)
+            for start in range(0, len(alike), most)
+        ]
+    return groups
 
 
 def _bucket(number: int) -> int:
@@ -272,17 +304,18 @@ def _bucket(number: int) -> int:
     return (max(0, number - 1).bit_length() + 1) // 2
 
 
-def _group(batch: Batch, chosen: Ints, lengths: Ints, tiles: Ints, heads: int, kv_heads: int, block: int) -> Group:
-    """chosen: runs, those of most pages first."""
-    share, runs, most_tiles = heads // kv_heads, len(chosen), int(tiles[chosen[0]])
-    lines = max(_LEAST_LINES, share * int(lengths[chosen].max()))
-    line = np.minimum(np.arange(lines)[None, :], share * lengths[chosen][:, None] - 1)  # [runs, lines] of its own
-    row = batch.firsts[chosen][:, None] + line // share
+def _group(batch: Batch, pieces: Pieces, chosen: Ints, heads: int, kv_heads: int, block: int) -> Group:
+    """chosen: pieces, those of most pages first; they are its runs."""
+    lengths, tiles = pieces.rows[chosen], pieces.tiles[chosen]
+    share, runs, most_tiles = heads // kv_heads, len(chosen), int(tiles[0])
+    lines = max(_LEAST_LINES, share * int(lengths.max()))
+    line = np.minimum(np.arange(lines)[None, :], share * lengths[:, None] - 1)  # [runs, lines] of its own
+    row = pieces.first[chosen][:, None] + line // share
     # Query heads of one KV head are neighbours: head = kv_head * share + line % share.
     asked = (row * heads + line % share)[:, None, :] + (np.arange(kv_heads) * share)[None, :, None]
 
-    table = batch.tables[chosen, :most_tiles].reshape(-1)  # [runs * tiles]
-    held = np.flatnonzero(table >= 0)
+    table = batch.tables[pieces.run[chosen], :most_tiles].reshape(-1)  # [runs * tiles]
+    held = np.flatnonzero(np.arange(most_tiles) < tiles[:, None])
     held = held[np.argsort(table[held], kind="stable")]  # of each entry, its place in the table
     pages = table[held]
     entry = np.full(len(table), len(held), dtype=np.int64)  # of each place; one beyond where there is no page
@@ -307,7 +340,7 @@ def _group(batch: Batch, chosen: Ints, lengths: Ints, tiles: Ints, heads: int, k
         torch.from_numpy(asked.reshape(-1)),
         side_by_side,
         apart,
-        [torch.from_numpy(by_tile[: (tiles[chosen] > tile).sum(), tile].copy()) for tile in range(most_tiles)],
+        [torch.from_numpy(by_tile[: (tiles > tile).sum(), tile].copy()) for tile in range(most_tiles)],
         torch.from_numpy(batch.positions[row]),
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import ARCHITECTURES, tiny_model
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -29,8 +30,8 @@ from forerun.runtime.forward import TransformersModel
 from forerun.runtime.models import load_causal_lm, revision
 from forerun.runtime.packed import PackedLinear
 from forerun.runtime.passes import Run
+from forerun.runtime.serving import LoadOptions, load
 from forerun.text import TextModel
-from tests.models import ARCHITECTURES, tiny_model
 
 VOCAB, END, ROWS, LENGTH = 256, 1, 16, 96
 HEAD = tuple(range(0, VOCAB, 2))
@@ -574,3 +575,21 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(pipeline, "make_draft", interrupted)
     result = _distill("--target", "demo", "--out", str(tmp_path))
     assert result.exit_code == 130 and "the same command goes on from here" in result.output
+
+
+def test_a_draft_is_served_beside_its_target_and_as_nothing_else(folder: str, draft: Path) -> None:
+    """Its tokenizer and embeddings are the target's, its logits of the target's whole vocabulary."""
+    about = draft / "draft.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "target": folder}))
+    loaded = load(LoadOptions(str(draft), "float32"), draft=True, sequences=2)
+    assert loaded.vocab_size == TextModel.load(folder).vocab_size
+    tokens = tuple(range(5))
+    logits = loaded.model.forward([Run(KV(loaded.model.pages).extend(5), tokens, 0, 5)])[0]
+    student = load_student(str(draft), folder, "float32", attention="eager")
+    with torch.inference_mode():
+        expected = student(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    np.testing.assert_allclose(logits, expected.numpy(), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ModelRefused, match="is a draft that `forerun distill` made; serve its target"):
+        load(LoadOptions(str(draft), "float32"), draft=False, sequences=2)
+    with pytest.raises(ModelRefused, match="takes neither --tp nor --layers"):
+        load(LoadOptions(str(draft), "float32", layers=1), draft=True, sequences=2)

@@ -15,7 +15,9 @@ from torch import nn
 from transformers.activations import GELUTanh
 
 from forerun.core.errors import ModelRefused
-from forerun.core.pages import KV
+from forerun.core.pages import KV, TILE
+from forerun.runtime import tiled
+from forerun.runtime.batch import lower
 from forerun.runtime.forward import TransformersModel
 from forerun.runtime.models import load_causal_lm
 from forerun.runtime.passes import Run
@@ -277,3 +279,19 @@ def test_fetched_pages_are_divided_into_blocks() -> None:
         (2, 4, [2, 7]),
         (4, 5, [8]),
     ]
+
+
+@pytest.mark.parametrize("most_rows", [1, 3, 20])
+def test_attention_in_pieces(
+    model: TransformersModel, one_by_one: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch, most_rows: int
+) -> None:
+    """As for a long prompt, whose scores would take too much memory at once."""
+    heads, columns = model._shape.heads, 2 * TILE
+    monkeypatch.setattr(tiled, "SCORES_BYTES", 4 * heads * columns * most_rows)
+    assert np.array_equal(chunked(model, [64, 1], company=3), one_by_one)
+    parts = tiled.group(lower([Run(KV(model.pages).extend(150), TOKENS, 0, 1)], []), heads, model._shape.kv_heads, 8)
+    assert max(part.runs * part.lines * model._shape.kv_heads * part.tiles for part in parts) <= max(
+        most_rows * heads * 2, 4 * model._shape.kv_heads * 2
+    )
+    assert sum(len(part.position[0]) * part.runs for part in parts) >= LENGTH
+    model.pages.forget()

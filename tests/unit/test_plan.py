@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.core.cost import Load, PassCost
-from forerun.core.plan import LEAST_PROMPT_ROWS, WORTH, Share, Waiting, plan_pass
+from forerun.core.plan import FEWEST_PROMPT_ROWS, LEAST_PROMPT_ROWS, WORTH, Share, Waiting, plan_pass
 from forerun.core.tree import ROOT, NodeLaw, TokenTree
 
 UNKNOWN = PassCost()
@@ -187,9 +187,18 @@ def test_a_prompt_makes_a_pass_twice_as_long_at_most() -> None:
 def test_prompts_move_on_whatever_they_cost() -> None:
     waiting = [decoding("old"), prefilling("a", 500), prefilling("b", 5), prefilling("c", 500)]
     plan = rows_of(plan_pass(waiting, 400, 300, LINEAR))
-    assert plan == {"old": 1, "a": LEAST_PROMPT_ROWS}
+    assert plan == {"old": 1, "a": FEWEST_PROMPT_ROWS}
     plan = rows_of(plan_pass([waiting[0], *waiting[2:]], 400, 300, LINEAR))
-    assert plan == {"old": 1, "b": 5, "c": LEAST_PROMPT_ROWS - 5}
+    assert plan == {"old": 1, "b": FEWEST_PROMPT_ROWS}
+
+
+def test_prompts_get_a_chunk_worth_a_run_if_that_is_hardly_longer() -> None:
+    """Twice as long a pass has room for 8 rows; sixteen take 2.3 times as long, then 2.5 times."""
+    waiting = [decoding("old"), prefilling("b", 5), prefilling("c", 500)]
+    hardly = PassCost([(1, 1.0), (9, 2.0), (17, 2.3), (33, 9.0)])
+    assert rows_of(plan_pass(waiting, 400, 300, hardly)) == {"old": 1, "b": 5, "c": LEAST_PROMPT_ROWS - 5}
+    rather = PassCost([(1, 1.0), (9, 2.0), (17, 2.8), (33, 9.0)])
+    assert rows_of(plan_pass([waiting[0], waiting[2]], 400, 300, rather)) == {"old": 1, "c": 12}
 
 
 def test_few_large_chunks_rather_than_many_small_ones() -> None:
@@ -208,7 +217,7 @@ def test_a_chunk_behind_a_long_context_is_smaller() -> None:
         for cached in (0, 1000, 4000, 1000000)
     ]
     assert chunks == sorted(chunks, reverse=True)
-    assert 80 < chunks[0] <= 100 and chunks[2] < 30 and chunks[3] == LEAST_PROMPT_ROWS
+    assert 80 < chunks[0] <= 100 and chunks[2] < 30 and chunks[3] == FEWEST_PROMPT_ROWS
 
 
 # --- rejection sampling ------------------------------------------------------------------------------
@@ -308,7 +317,7 @@ def test_every_plan_keeps_its_bounds(waiting: list[Waiting[str]], budget: int, c
     decoders = min(budget, sum(item.debt == 1 for item in waiting))
     assert sum(share.debt_rows for share in plan if by_key[share.key].debt == 1) == decoders
     room = min(owed, budget - decoders)
-    assert min(LEAST_PROMPT_ROWS, room) <= prompts <= room
+    assert min(FEWEST_PROMPT_ROWS, room) <= prompts <= room
     assert decoders or prompts == room  # nobody decodes: the budget alone bounds prompts
 
 

@@ -2,3 +2,6 @@
 
 `pipeline.make_draft` is the whole way; `student.load_student` is all that serving needs.
 """
+
+DRAFT = "draft.json"
+"""What makes a folder that of a draft which `forerun distill` made."""

@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import forerun.runtime.attention  # noqa: F401  makes the name "forerun" known
 from forerun.core.errors import ModelRefused
+from forerun.runtime.distill import DRAFT
 from forerun.runtime.folders import SINGLE, check_shapes, read_entries
 from forerun.runtime.models import DTYPES, load_causal_lm, read_config, revision
 
-DRAFT = "draft.json"
 FORMAT = 1
 IDS = "draft.ids"
 
