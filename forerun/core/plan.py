@@ -24,13 +24,13 @@ WORTH = 0.04
 """While no cost is known: a node less likely than this is left unchecked."""
 
 LEAST_PROMPT_ROWS = 16
-"""Prompts move on by so many rows a pass, as far as STRAINED allows; a smaller chunk is hardly worth a run."""
+"""A smaller chunk is hardly worth a run beside that of another prompt."""
 
 FEWEST_PROMPT_ROWS = 4
-"""The same whatever it costs the others: even the longest context comes to its end."""
+"""Prompts move on by so many rows a pass whatever that costs the others: even the longest comes to its end."""
 
-STRAINED = 2.4
-"""How many times as long as decoding alone a pass may be for the sake of LEAST_PROMPT_ROWS."""
+SLOWDOWN = 1.75
+"""How many times as long as decoding alone prompts may make a pass; single passes are off by half as much again."""
 
 TYPICAL = 0.6
 """Chance of a drawn node whose sequence has no history."""
@@ -61,7 +61,7 @@ class Share(Generic[Key]):
 
 
 def plan_pass(
-    waiting: Sequence[Waiting[Key]], row_budget: int, chunk: int, cost: PassCost, slowdown: float = 2.0
+    waiting: Sequence[Waiting[Key]], row_budget: int, chunk: int, cost: PassCost, slowdown: float = SLOWDOWN
 ) -> list[Share[Key]]:
     """Divide `row_budget` rows, in the order given where it does not reach (rotate it to be fair).
 
@@ -101,14 +101,8 @@ def _debts(
         if item.debt == 1 or most < 1:
             continue
         rows = _most_rows(item, most, load, cost, limit_s) if limit_s < float("inf") else most
-        if given < LEAST_PROMPT_ROWS:
-            wished = min(most, LEAST_PROMPT_ROWS - given)
-            if rows < wished:
-                fewest = min(wished, max(0, FEWEST_PROMPT_ROWS - given))
-                rows = max(rows, fewest, _most_rows(item, wished, load, cost, STRAINED * alone_s))
-            if rows == 0:
-                break
-        elif rows < min(most, LEAST_PROMPT_ROWS):
+        rows = max(rows, min(most, FEWEST_PROMPT_ROWS - given))
+        if rows < (min(most, LEAST_PROMPT_ROWS) if given else 1):
             break  # a few rows here and there cost more runs than they move prompts
         debts[item.key] = rows
         load += Load.of_run(rows, item.cached_len)
