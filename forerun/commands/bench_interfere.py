@@ -50,7 +50,9 @@ class Interference:
 
     speculation: bool
     median_gap: float  # of all streams, before
-    longest_gap: float  # of any stream, from sending the long prompt to its first token
+    quiet_longest_gap: float  # of all streams, before: what the machine does by itself
+    median_read_gap: float  # of all streams, from sending the long prompt to its first token
+    longest_gap: float  # of any stream, in that time
     prefill: float  # time to first token of the long prompt
 
     @property
@@ -59,9 +61,9 @@ class Interference:
 
     def __str__(self) -> str:
         return (
-            f"{'speculative' if self.speculation else 'plain'}: median gap {self.median_gap * 1000:.1f} ms before, "
-            f"longest {self.longest_gap * 1000:.1f} ms while the prompt was read ({self.prefill:.2f} s), "
-            f"ratio {self.ratio:.2f}"
+            f"{'speculative' if self.speculation else 'plain'}: median gap {self.median_gap * 1000:.1f} ms before "
+            f"(longest {self.quiet_longest_gap * 1000:.1f}), while the prompt was read ({self.prefill:.2f} s) median "
+            f"{self.median_read_gap * 1000:.1f} ms, longest {self.longest_gap * 1000:.1f} ms, ratio {self.ratio:.2f}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -118,8 +120,10 @@ async def _arrival(
             await streams.until(lambda: all(times[-1] > read for times in streams.arrivals))
             arrivals = [tuple(times) for times in streams.arrivals]
     quiet = [gap for times in arrivals for gap in gaps_within(times, settled, sent)]
+    busy = [gap for times in arrivals for gap in gaps_within(times, sent, read)]
+    longest = max(longest_gap(times, sent, read) for times in arrivals)
     return Interference(
-        speculation, statistics.median(quiet), max(longest_gap(times, sent, read) for times in arrivals), ttft
+        speculation, statistics.median(quiet), max(quiet), statistics.median(busy or [longest]), longest, ttft
     )
 
 

@@ -107,4 +107,4 @@ def test_gaps() -> None:
     assert longest_gap(arrivals, 2.5, 3.0) == 4.0, "a gap around the whole span counts"
     assert longest_gap(arrivals, 5.9, 6.5) == 4.0
     assert longest_gap([], 0.0, 1.0) == 0
-    assert Interference(True, 0.02, 0.05, 1.0).ratio == 2.5
+    assert Interference(True, 0.02, 0.03, 0.04, 0.05, 1.0).ratio == 2.5
