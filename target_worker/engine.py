@@ -193,7 +193,8 @@ class TargetEngine:
             return True
         self.passes += 1
         self._restarts = 0
-        self._cost.observe(_load(runs), self._clock() - began)
+        prompts = any(share.debt_rows > 1 for share, _ in laid)
+        self._cost.observe(_load(runs), self._clock() - began, prompts=prompts)
         for share, own in laid:
             self._finish_share(share, [next(logits) for _ in own], started_ns)
         took = self._clock() - began

@@ -35,6 +35,9 @@ PACE_DOUBT = 0.2
 TILE_DOUBT, ROW_TILE_DOUBT = 0.01, 0.002
 """Deviation of an unmeasured tile_s and row_tile_s around 0, in passes of one row."""
 
+CALM_DRIFT = 0.002
+"""How far a pass with prompts moves what is thought of those without: where there is always a prompt, in the end."""
+
 MEASURED, PRESUMED, SURE = 10.0, 2.0, 50.0
 """Observations that a measured knot, one in between, and the best known one are worth."""
 
@@ -70,7 +73,7 @@ class PassCost:
     and the first pass observed sets the scale. What is read never falls with rows, tiles or row_tiles.
     """
 
-    __slots__ = ("_covariance", "_curve", "_doubt", "_knots", "_mixed_s", "_read", "_seen", "_state")
+    __slots__ = ("_calm", "_covariance", "_curve", "_doubt", "_knots", "_mixed_s", "_read", "_seen", "_state")
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class PassCost:
         self._curve = _fill(self._knots, sorted(measured.items()))  # [knots] seconds at pace 1, as learned
         self._seen = np.array([MEASURED if rows in measured else PRESUMED for rows in self._knots])  # [knots]
         self._state: Floats = np.array([1.0, max(tile_s, 0.0), max(row_tile_s, 0.0)])
+        self._calm = self._state.copy()  # as it was in the last pass without prompts
         self._read: Floats | None = None  # [knots] the curve as read: never falling
         self._settle_doubt()
 
@@ -96,6 +100,14 @@ class PassCost:
     def seconds(self, load: Load) -> float:
         """Predicted duration; 0 while nothing is known."""
         return float(self._features(load) @ self._state) if self.known else 0.0
+
+    def alone(self, load: Load) -> float:
+        """Predicted duration of a pass without prompts, by such passes; 0 while nothing is known.
+
+        What prompts may prolong a pass to is measured by this: were it learned from the prolonged passes, a long
+        prompt that costs more than predicted would be allowed more and more.
+        """
+        return float(self._features(load) @ self._calm) if self.known else 0.0
 
     def along(self, load: Load, node_tiles: NDArray[np.int64], *, mixing: bool = False) -> Floats:
         """Predicted duration of `load` and the first k of these further rows, for k = 0, 1, ..., len(node_tiles).
@@ -115,8 +127,8 @@ class PassCost:
             seconds[1:] += pace * self._mixed_s
         return seconds
 
-    def observe(self, load: Load, seconds: float) -> None:
-        """A pass of this load took so long."""
+    def observe(self, load: Load, seconds: float, *, prompts: bool = False) -> None:
+        """A pass of this load took so long. prompts: rows of prompts were among it."""
         if load.rows < 1 or seconds <= 0.0:
             return
         if not self.known:
@@ -128,6 +140,7 @@ class PassCost:
         noise = (NOISE * expected) ** 2 * (1.0 + sum(share * 5.0 / self._seen[knot] for knot, share in near))
         left = self._follow(features, seconds - expected, noise)
         self._bend(near, features[0] - self._mixed_s * load.mixed + left / self._state[0])
+        self._calm = self._calm + (CALM_DRIFT if prompts else 1.0) * (self._state - self._calm)
 
     def describe(self) -> str:
         """One line: "1: 42 ms, 2: 42 ms, 4: 43 ms, ...", for the log at start."""

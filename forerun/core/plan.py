@@ -93,7 +93,7 @@ def _debts(
         if item.debt == 1 and load.rows < row_budget - spare:
             debts[item.key] = 1
             load += Load.of_run(1, item.cached_len)
-    alone_s = cost.seconds(load) if debts else 0.0
+    alone_s = cost.alone(load) if debts else 0.0
     limit_s = slowdown * alone_s if alone_s > 0.0 else float("inf")
     given = 0
     for item in waiting:

@@ -176,3 +176,19 @@ def test_more_work_never_costs_less(curve: dict[int, float], seen: list[tuple[in
     assert all(more >= less * (1 - 1e-12) for less, more in pairwise(by_rows))
     assert cost.seconds(Load(9, 0, 0)) <= cost.seconds(Load(9, 7, 0)) <= cost.seconds(Load(9, 7, 50))
     assert not cost.known or by_rows[0] > 0.0
+
+
+def test_what_decoding_takes_is_not_learned_from_passes_that_prompts_prolong() -> None:
+    """A long prompt costs twice what was predicted, for as long as it is read; then the machine is slower for all."""
+    cost = PassCost([(1, 1.0), (4, 1.0), (16, 1.2), (64, 3.0)], tile_s=0.01, row_tile_s=0.001)
+    decoding = Load(4, tiles=12, row_tiles=12)
+    before = cost.alone(decoding)
+    assert before == cost.seconds(decoding)
+    reading = decoding + Load(8, tiles=31, row_tiles=248, mixed=True)
+    for _ in range(300):
+        cost.observe(reading, 4.0, prompts=True)
+    assert cost.seconds(decoding) > 1.5 * before
+    assert cost.alone(decoding) < 1.5 * before
+    for _ in range(40):
+        cost.observe(decoding, 1.5 * before)
+    assert cost.alone(decoding) == cost.seconds(decoding) == pytest.approx(1.5 * before, rel=0.1)
