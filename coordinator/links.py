@@ -6,7 +6,6 @@ The lease is the stream plus a heartbeat. A link knows no requests; the router d
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,6 @@ from forerun.rpc import codec
 from forerun.rpc.frames import packed
 from forerun.rpc.outbox import Outbox
 from forerun.v1 import attach_pb2
-
-log = logging.getLogger(__name__)
 
 MOST_WAITING = 4096
 """Messages kept for a worker that does not read; then the oldest hints go."""
@@ -91,22 +88,17 @@ def _merge_syncs(first: Outgoing, later: Outgoing) -> Outgoing:
 
 
 def coordinator_frames(items: Iterable[Outgoing]) -> Iterator[attach_pb2.CoordinatorFrame]:
-    """What the wire cannot hold concerns one sequence only: it is left out, and logged."""
-    return packed(attach_pb2.CoordinatorFrame, (part for item in items if (part := _part(item)) is not None))
+    return packed(attach_pb2.CoordinatorFrame, items, _part)
 
 
-def _part(item: Outgoing) -> tuple[str, Any] | None:
-    try:
-        match item:
-            case RelayedHint():
-                return "target", codec.relayed_hint(item.seq, item.hint)
-            case Sync() | Close():
-                return "draft", codec.put_draft_command(item)
-            case _:
-                return "target", codec.put_target_command(item)
-    except (TypeError, ValueError):
-        log.exception("cannot send %s of %s", type(item).__name__, item.seq)
-        return None
+def _part(item: Outgoing) -> tuple[str, Any]:
+    match item:
+        case RelayedHint():
+            return "target", codec.relayed_hint(item.seq, item.hint)
+        case Sync() | Close():
+            return "draft", codec.put_draft_command(item)
+        case _:
+            return "target", codec.put_target_command(item)
 
 
 class Pool:

@@ -187,9 +187,8 @@ class Session:
             raise LedgerConflict(f"{counts}, windows {list(emit.windows)}")
         if emit.branched > emit.passes:
             raise LedgerConflict(f"{counts}, {emit.branched} of them branched")
-        if (
-            len(emit.hits) not in (0, len(Hit)) or sum(emit.hits) > emit.passes + 1
-        ):  # one pass before may have been open
+        # The pass before may have been open, and is counted now.
+        if len(emit.hits) not in (0, len(Hit)) or sum(emit.hits) > emit.passes + 1:
             raise LedgerConflict(f"{counts}, hits {list(emit.hits)}")
         if len(emit.digests) != (len(emit.tokens) if self.params.logits_digest else 0):
             asked = "asked for" if self.params.logits_digest else "not asked for"

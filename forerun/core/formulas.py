@@ -30,7 +30,7 @@ def speedup_overlapped(a: float, k: int, c: float, h: float = 0.0) -> float:
     return expected_tokens(a, k) / (max(1.0, k * c) + missed * k * c)
 
 
-def waiting_share(a: float, k: float, h: float) -> float:
+def possible_waiting_share(a: float, k: float, h: float) -> float:
     """Share of passes that could find their proposal waiting, if the draft were always in time.
 
     After k accepted tokens the target picks one more, which the run-ahead holds with chance a and a branch with

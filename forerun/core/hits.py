@@ -32,7 +32,6 @@ class Hits:
         self._counts = [0] * len(Hit)
         self._known: Hit | None = None  # of the pass to come
         self._open: int | None = None  # committed_len at the begin of a pass that knew nothing
-        # Before its first pass nobody can know anything.
 
     @property
     def open_len(self) -> int | None:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
+
 Frame = TypeVar("Frame")
+Item = TypeVar("Item")
 
 MOST_FRAME_BYTES = 1 << 20
 """A frame takes no more messages beyond this; one message may be larger."""
 
 
-def packed(make: Callable[[], Frame], parts: Iterable[tuple[str, Any]]) -> Iterator[Frame]:
-    """Frames that carry `parts`, pairs of a repeated field's name and a message for it, in their order."""
+def packed(
+    make: Callable[[], Frame], items: Iterable[Item], part_of: Callable[[Item], tuple[str, Any]]
+) -> Iterator[Frame]:
+    """Frames that carry the items in their order. part_of: a repeated field's name, and the item as a message for it.
+
+    What the wire cannot hold concerns one sequence only: it is left out, and logged.
+    """
     frame, size = make(), 0
-    for field, message in parts:
+    for item in items:
+        try:
+            field, message = part_of(item)
+        except (TypeError, ValueError):
+            log.exception("cannot send %s", item)
+            continue
         more = message.ByteSize()
         if size and size + more > MOST_FRAME_BYTES:
             yield frame

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
@@ -310,22 +311,15 @@ def worker_frames(items: Iterable[Outgoing], role: int) -> Iterator[attach_pb2.W
             yield item
         else:
             events.append(item)
-    yield from packed(attach_pb2.WorkerFrame, (part for event in events if (part := _part(event, role)) is not None))
+    yield from packed(attach_pb2.WorkerFrame, events, partial(_part, role))
 
 
-def _part(event: Event, role: int) -> tuple[str, Any] | None:
-    """Gap and Refused exist for both roles; a Hinted only for a draft, an Emit only for a target.
-
-    What the wire cannot hold concerns one sequence only: it is left out, and logged.
-    """
-    try:
-        if role == attach_pb2.ROLE_TARGET and not isinstance(event, Hinted):
-            return "target", codec.put_target_event(event)
-        assert not isinstance(event, Emit), "a draft emits nothing"
-        return "draft", codec.put_draft_event(event)
-    except (TypeError, ValueError):
-        log.exception("cannot send %s of %s", type(event).__name__, event.seq)
-        return None
+def _part(role: int, event: Event) -> tuple[str, Any]:
+    """Gap and Refused exist for both roles; a Hinted only for a draft, an Emit only for a target."""
+    if role == attach_pb2.ROLE_TARGET and not isinstance(event, Hinted):
+        return "target", codec.put_target_event(event)
+    assert not isinstance(event, Emit), "a draft emits nothing"
+    return "draft", codec.put_draft_event(event)
 
 
 def _parcel(event: Event) -> Parcel[Outgoing]:

@@ -9,6 +9,7 @@ How it is computed is the device's: `tiled.py` on the CPU, `cuda.py` on GPUs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -68,6 +69,13 @@ class PassState:
 current_pass: ContextVar[PassState] = ContextVar("forerun_pass")
 
 
+def check_asked(module: torch.nn.Module, asked: Mapping[str, Any], so: str) -> None:
+    """Raises ModelRefused if a model passes an argument that would change the result. so: what follows from it."""
+    unknown = sorted(name for name, given in asked.items() if given is not None and name not in _IGNORED)
+    if unknown:
+        raise ModelRefused(f"{type(module).__name__} asks for {', '.join(unknown)} in attention{so}")
+
+
 def attend(
     module: torch.nn.Module,
     query: Tensor,  # [1, heads, rows, head_dim]
@@ -80,11 +88,7 @@ def attend(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """The attention function. Returns [1, rows, heads, head_dim]."""
-    unknown = [name for name, given in rest.items() if given is not None and name not in _IGNORED]
-    if unknown:
-        raise ModelRefused(
-            f"{type(module).__name__} asks for {', '.join(sorted(unknown))} in attention, which is not honoured here"
-        )
+    check_asked(module, rest, ", which is not honoured here")
     state = current_pass.get()
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     state.layers_seen.add(layer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.core.formulas import waiting_share as possible_share
+from forerun.core.formulas import possible_waiting_share
 from forerun.core.hits import NONE, Hit, Hits, added, waiting_share
 
 
@@ -71,8 +71,8 @@ def test_sums_and_share() -> None:
 
 def test_the_share_that_is_possible() -> None:
     """Two accepted with 0.8: 0.64 go on, of which the run-ahead holds 0.8, a branch half of the rest."""
-    assert possible_share(0.8, 2, 0.5) == pytest.approx(0.64 * 0.9 + 0.36 * 0.5)
-    assert possible_share(1.0, 4, 0.0) == 1.0
-    assert possible_share(0.0, 1, 0.3) == pytest.approx(0.3)
+    assert possible_waiting_share(0.8, 2, 0.5) == pytest.approx(0.64 * 0.9 + 0.36 * 0.5)
+    assert possible_waiting_share(1.0, 4, 0.0) == 1.0
+    assert possible_waiting_share(0.0, 1, 0.3) == pytest.approx(0.3)
     with pytest.raises(ValueError, match=r"not 1\.2, 0\.5 and 1"):
-        possible_share(1.2, 1, 0.5)
+        possible_waiting_share(1.2, 1, 0.5)

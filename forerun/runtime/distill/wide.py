@@ -15,13 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from forerun.core.errors import ModelRefused
+from forerun.runtime.attention import check_asked
 
 WIDE = "forerun_wide"
-_IGNORED = frozenset(
-    {"position_ids", "use_cache", "cache", "past_key_values", "cache_position", "is_causal", "dropout"}
-    | {"output_router_logits", "output_attentions", "output_hidden_states"}
-)
 
 
 class WideCache:
@@ -62,13 +58,7 @@ def attend(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """The attention function: one new column of every row, or all columns. Returns [rows, new, heads, head_dim]."""
-    unknown = [name for name, given in rest.items() if given is not None and name not in _IGNORED]
-    if softcap is not None:
-        unknown.append("softcap")
-    if unknown:
-        raise ModelRefused(
-            f"{type(module).__name__} asks for {', '.join(sorted(unknown))} in attention; such models are not distilled"
-        )
+    check_asked(module, {**rest, "softcap": softcap}, "; such models are not distilled")
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings come in float32
     cache = current_cache.get()
     if cache is not None:
