@@ -82,7 +82,10 @@ async def serve(options: CoordinatorOptions) -> None:
     metrics.watch("forerun_attached_targets", "Target workers attached now.", lambda: len(pool.targets))
     metrics.watch("forerun_attached_drafts", "Draft workers attached now.", lambda: len(pool.drafts))
     if options.metrics_port:
-        metrics.serve(options.host, options.metrics_port)
+        try:
+            metrics.serve(options.host, options.metrics_port)
+        except OSError as error:
+            raise OSError(f"cannot serve metrics on {options.host}:{options.metrics_port}: {error.strerror}") from None
 
     public = grpc.aio.server(options=server_options())
     generation_pb2_grpc.add_GenerationServicer_to_server(Generation(served, router, tracing, metrics), public)
@@ -130,9 +133,11 @@ def _revision(folder: str) -> str:
 
 def _bind(server: grpc.aio.Server, host: str, port: int) -> None:
     try:
-        server.add_insecure_port(f"{host}:{port}")
+        got = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error}; is the port taken?") from None
+    if got != port:
+        raise OSError(f"cannot listen on {host}:{port}: gRPC took port {got}; ports are 1 to 65535")
 
 
 def run(options: CoordinatorOptions) -> None:

@@ -121,14 +121,23 @@ def _refuse_unhonoured(request: generation_pb2.GenerateRequest) -> None:
             raise InvalidRequest(f"{name} is not honoured by this build yet; leave it out")
 
 
+def _limit(text: TextModel, limits: Limits) -> str:
+    """What bounds prompt and answer: the model, or the target's KV, which is then less than one full sequence."""
+    if limits.context_limit < text.context_limit:
+        return (
+            f"the limit of {limits.context_limit} tokens that the target's KV memory sets (--kv-memory; "
+            f"the model takes {text.context_limit})"
+        )
+    return f"the context limit of {limits.context_limit} tokens"
+
+
 def _refuse_hopeless(texts: Sequence[str], text: TextModel, limits: Limits) -> None:
     """Tokenising megabytes takes seconds and is pointless where no tokenisation can fit."""
     longest = text.vocabulary.longest
     given = sum(len(part.encode()) for part in texts)
     if longest is not None and given > limits.context_limit * longest:
         raise InvalidRequest(
-            f"the prompt has {given} bytes; the context limit of {limits.context_limit} tokens holds at most "
-            f"{limits.context_limit * longest}"
+            f"the prompt has {given} bytes; {_limit(text, limits)} holds at most {limits.context_limit * longest}"
         )
 
 
@@ -158,7 +167,7 @@ def _prompt(request: generation_pb2.GenerateRequest, text: TextModel, limits: Li
     if len(prompt) >= limits.context_limit:
         raise InvalidRequest(
             f"the prompt has {len(prompt)} tokens; with one token of answer at most {limits.context_limit - 1} fit "
-            f"the context limit of {limits.context_limit}"
+            f"{_limit(text, limits)}"
         )
     highest = max(prompt)
     if highest >= limits.vocab_size:

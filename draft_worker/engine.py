@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from draft_worker.sequence import DraftSequence
+from forerun.core.acceptance import Acceptance
+from forerun.core.cost import Load, PassCost
 from forerun.core.errors import GroupLost, SequenceRefused
 from forerun.core.messages import Close, DraftCommand, DraftEvent, Gap, Hinted, Refused, Sync
 from forerun.core.pages import KV, OutOfPages
@@ -25,6 +27,9 @@ from forerun.runtime.passes import Model, Run
 
 log = logging.getLogger(__name__)
 
+UNKNOWN_WIDTH = 2
+"""Nodes grown beside the best one of each sequence while it is not known what a step costs."""
+
 Link = Hashable
 
 
@@ -34,7 +39,7 @@ class DraftConfig:
 
     source: Source = Source.MODEL  # what its hints are labelled
     max_sequences: int = 64
-    width: int = 3  # nodes grown in one step, over all sequences; at least one each while they are few
+    width: int = 12  # most nodes grown in one step, over all sequences; at least one each while they are few
     prefill_chunk: int = 128  # rows of one sequence in a step
     row_budget: int = 256  # rows of a step: many new prompts do not stall those that are drafted for
 
@@ -50,6 +55,8 @@ class DraftEngine:
         emit: Callable[[Link, DraftEvent], None],
         record: Record = record_nothing,
         wall_ns: Callable[[], int] = time.time_ns,
+        clock: Callable[[], float] = time.monotonic,
+        cost: PassCost | None = None,
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
@@ -57,7 +64,10 @@ class DraftEngine:
         self._emit = emit
         self._record = record
         self._wall_ns = wall_ns
+        self._clock = clock
+        self._cost = cost or PassCost()
         self._sequences: dict[tuple[Link, SeqId], DraftSequence] = {}
+        self._pools = {greedy: Acceptance() for greedy in (False, True)}
         self._gaps: dict[tuple[Link, SeqId], int] = {}  # have_len that was reported and not closed yet
         self.steps = 0
 
@@ -71,7 +81,7 @@ class DraftEngine:
 
     # --- commands ------------------------------------------------------------------------------
 
-    def handle(self, link: Link, command: DraftCommand) -> None:
+    def handle(self, link: Link, command: DraftCommand, arrived: float | None = None) -> None:
         """Apply one command. What cannot be served is refused by an event; nothing is raised."""
         match command:
             case Sync():
@@ -117,7 +127,10 @@ class DraftEngine:
             )
             return
         kv, limit = KV(self._model.pages), self._model.context_limit
-        self._sequences[key] = DraftSequence(link, sync, kv, self._vocab_size, limit, self._config.source, self._record)
+        pool = self._pools[sync.params.sampling.greedy if sync.params else True]
+        self._sequences[key] = DraftSequence(
+            link, sync, kv, self._vocab_size, limit, self._config.source, pool, self._record
+        )
 
     def _drop(self, key: tuple[Link, SeqId]) -> None:
         self._gaps.pop(key, None)
@@ -139,7 +152,7 @@ class DraftEngine:
         frontier = self._choose_frontier()
         if not frontier:
             return False
-        started_ns = self._wall_ns()
+        began, started_ns = self._clock(), self._wall_ns()
         laid = self._lay(frontier)
         if not laid:
             return False
@@ -150,18 +163,18 @@ class DraftEngine:
             return True
         ended_ns = self._wall_ns()
         self.steps += 1
-        new: dict[tuple[Link, SeqId], list[int]] = {}
         for (sequence, row, run), rows in zip(laid, logits, strict=True):
             if sequence.key not in self._sequences:
                 continue
             if len(rows) and not np.isfinite(rows[-1].max()):
                 self._refuse_sick(sequence)
                 continue
-            new.setdefault(sequence.key, []).extend(sequence.grow(row, run, rows, started_ns, ended_ns))
-        for key, nodes in new.items():
-            if nodes and key in self._sequences:
-                sequence = self._sequences[key]
-                self._emit(sequence.link, Hinted(sequence.seq, sequence.hint(nodes), sequence.traceparent))
+            sequence.grow(row, run, rows, started_ns, ended_ns)
+        for sequence in {sequence.key: sequence for sequence, _, _ in laid}.values():
+            if sequence.key in self._sequences and (hint := sequence.hint()) is not None:
+                self._emit(sequence.link, Hinted(sequence.seq, hint, sequence.traceparent))
+        load = sum((Load.of_run(len(run.tokens), run.start) for _, _, run in laid), Load(0))
+        self._cost.observe(load, self._clock() - began, prompts=any(row == ROOT for _, row, _ in laid))
         return True
 
     def _lay(self, frontier: list[tuple[DraftSequence, int, int]]) -> list[tuple[DraftSequence, int, Run]]:
@@ -191,15 +204,15 @@ class DraftEngine:
             sequence.lose_kv()
 
     def _choose_frontier(self) -> list[tuple[DraftSequence, int, int]]:
-        """(sequence, node, rows it may take): every sequence's best node, then the best of the others."""
+        """(sequence, node, rows it may take): every sequence's best node, then the best of the others while they pay."""
         firsts: list[tuple[float, DraftSequence, int]] = []
         others: list[tuple[float, DraftSequence, int]] = []
         for sequence in self._sequences.values():
-            ranked = sorted(sequence.candidates(), reverse=True)
-            firsts.extend((chance, sequence, row) for chance, row in ranked[:1])
-            others.extend((chance, sequence, row) for chance, row in ranked[1 : self._config.width])
-        spare = max(0, self._config.width - len(firsts))
-        best = firsts + heapq.nlargest(spare, others, key=lambda item: item[0])
+            ranked = [(reach, sequence, row) for reach, row in sequence.candidates(self._config.width)]
+            firsts += ranked[:1]
+            others += ranked[1:]
+        others = heapq.nlargest(max(0, self._config.width - len(firsts)), others, key=lambda item: item[0])
+        best = firsts + others[: self._paying(firsts, others)]
         best.sort(key=lambda item: item[1].debt)  # what costs one row goes first, prompts share the rest
         chosen, left = [], self._config.row_budget
         for _, sequence, row in best:
@@ -208,3 +221,14 @@ class DraftEngine:
                 chosen.append((sequence, row, rows))
                 left -= rows
         return chosen
+
+    def _paying(
+        self, firsts: list[tuple[float, DraftSequence, int]], others: list[tuple[float, DraftSequence, int]]
+    ) -> int:
+        """How many of `others`, best first, to grow beside `firsts`: the most that is reached per second of the step."""
+        load = Load(sum(max(1, sequence.debt) for _, sequence, _ in firsts))
+        seconds = self._cost.along(load, np.zeros(len(others), dtype=np.int64))
+        if not firsts or seconds[0] <= 0.0:
+            return min(len(others), UNKNOWN_WIDTH)
+        reached = np.cumsum([sum(reach for reach, _, _ in firsts), *(reach for reach, _, _ in others)])
+        return int(np.argmax(reached / seconds))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draft_worker.engine import DraftConfig, DraftEngine
+from forerun.core.cost import PassCost
 from forerun.core.params import Source
 from forerun.rpc.lane import Lane
-from forerun.runtime.serving import LoadOptions, attach, hello, load
+from forerun.runtime.calibrate import measure
+from forerun.runtime.serving import Loaded, LoadOptions, attach, hello, load
 from forerun.telemetry.tracing import Tracing
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +23,30 @@ class DraftOptions:
     load: LoadOptions
     coordinators: Sequence[str]
     max_sequences: int = 64
-    width: int = 3
+    width: int = 12
+
+
+MEASURED_ROWS = 64
+"""Of a step: more than that are a prompt's, whose cost decides nothing."""
 
 
 async def serve(options: DraftOptions) -> None:
     """Runs until SIGTERM or SIGINT. Raises ModelRefused."""
     lane = Lane("engine")
-    loaded = await asyncio.wrap_future(
-        lane.run(lambda: load(options.load, draft=True, sequences=options.max_sequences))
-    )
+    loaded, cost = await asyncio.wrap_future(lane.run(lambda: _prepared(options)))
+    log.info("a step by its rows: %s", cost.describe())
     source = Source.EARLY_EXIT if options.load.layers else Source.MODEL
     tracing = Tracing.from_environment("forerun-draft")
     config = DraftConfig(source=source, max_sequences=options.max_sequences, width=options.width)
     await attach(
         hello("draft", options.load, loaded, options.max_sequences, [source]),
         options.coordinators,
-        lambda emit: DraftEngine(loaded.model, loaded.vocab_size, config, emit, tracing.record),
+        lambda emit: DraftEngine(loaded.model, loaded.vocab_size, config, emit, tracing.record, cost=cost),
         tracing,
         lane,
     )
+
+
+def _prepared(options: DraftOptions) -> tuple[Loaded, PassCost]:
+    loaded = load(options.load, draft=True, sequences=options.max_sequences)
+    return loaded, measure(loaded.model, MEASURED_ROWS)

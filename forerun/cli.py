@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
-import typer
+try:
+    import typer
 
-from forerun import __version__
-from forerun.commands import bench, distill, generate, plan, roles
+    from forerun import __version__
+    from forerun.commands import bench, distill, generate, plan, roles
+except KeyboardInterrupt:  # they take half a second
+    print("forerun: interrupted", file=sys.stderr)
+    sys.exit(130)
 
 app = typer.Typer(
     help="Speculative decoding as a distributed service: the target's own words, sooner.",

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 from rich.console import Console
@@ -39,6 +40,12 @@ READY_S = 180.0
 STOP_S = 10.0
 GRACE_S = 5.0
 """What running answers get when everything stops; less than a process gets to end."""
+
+PAUSE_S = (0.5, 30.0)
+"""Before a worker that ended is started again, at first and at most: it doubles until one lasts that long."""
+
+KV_LINE = "KV up to "
+"""How a target says in its log what its KV may take."""
 
 
 class ServiceFailed(ForerunError):
@@ -95,7 +102,12 @@ class Service:
         """Raises ServiceFailed with the end of its log if it is not running."""
         if self.process is not None and self.process.returncode is not None:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-            raise ServiceFailed(f"{self.name} ended with status {self.process.returncode}:\n{tail}")
+            raise ServiceFailed(f"{self.name} {_ended(self.process.returncode)}:\n{tail}")
+
+    async def end(self) -> str:
+        """Waits for it; says how it came."""
+        assert self.process is not None, f"{self.name} was never started"
+        return _ended(await self.process.wait())
 
     async def kill(self) -> None:
         """As a crash: nothing is said. `start` brings it back."""
@@ -125,15 +137,29 @@ class Running:
     console: Console = field(default_factory=lambda: Console(stderr=True))
 
     async def watch(self) -> None:
-        """Returns never; raises ServiceFailed when one of the services ends."""
-        waits = [asyncio.ensure_future(service.process.wait()) for service in self.services if service.process]
+        """Starts workers again that end. Returns never; raises ServiceFailed when the coordinator ends."""
+        coordinator, *workers = self.services
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(coordinator.end())]
+        tasks += [asyncio.ensure_future(self._keep(worker)) for worker in workers]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            for wait in waits:
-                wait.cancel()
-        for service in self.services:
-            service.check()
+            for task in tasks:
+                task.cancel()
+        coordinator.check()
+
+    async def _keep(self, worker: Service) -> None:
+        loop = asyncio.get_running_loop()
+        pause, began = 0.0, loop.time()
+        while True:
+            how = await worker.end()
+            pause = next_pause(pause, loop.time() - began)
+            self.console.print(f"{worker.name} {how}; starting it again in {pause:g} s; its log: {worker.log}")
+            await asyncio.sleep(pause)
+            began = loop.time()
+            await worker.start()
 
     @property
     def targets(self) -> list[Service]:
@@ -145,6 +171,21 @@ class Running:
 
     def pids(self) -> dict[str, int]:
         return {service.name: service.process.pid for service in self.services if service.process}
+
+    def kv(self) -> str:
+        """What the KV of a target may take, in its own words; empty if it has not said."""
+        said = self.targets[0].log.read_text(errors="replace").partition(KV_LINE)[1:]
+        return "".join(said).partition("\n")[0]
+
+
+def next_pause(before: float, lasted: float) -> float:
+    """Seconds until a worker that lasted so long is started again. before: the pause that preceded it."""
+    first, most = PAUSE_S
+    return first if lasted >= most else min(max(first, 2 * before), most)
+
+
+def _ended(status: int) -> str:
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[Service]:

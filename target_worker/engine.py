@@ -21,6 +21,7 @@ from forerun.core.errors import GroupLost, ModelRefused, SequenceRefused
 from forerun.core.messages import Emit, Hinted, Refused, Start, Stop, TargetCommand, TargetEvent
 from forerun.core.pages import TILE
 from forerun.core.params import Finish, Source, Verification
+from forerun.core.patience import worth_until
 from forerun.core.plan import Share, plan_pass
 from forerun.core.sequence import Landing
 from forerun.core.spans import Record, record_nothing
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 RESTARTS = 3
 """How often a group is started again without a pass in between before the worker gives up and ends."""
 
+RATE_DECAY = 0.9
+"""What the rate of tokens remembers after a pass."""
+
 Link = Hashable
 """Whoever gave the sequence: events about it go back there."""
 
@@ -46,7 +50,7 @@ class TargetConfig:
     row_budget: int = 256  # rows of a pass
     prefill_chunk: int = 128  # prompt rows of one sequence in a pass
     ngram: bool = True  # prompt and output lookup in this process
-    lead: int = 6  # nodes wanted from a draft, per node that may be checked
+    lead: int = 16  # nodes wanted from a draft, per node that may be checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,9 @@ class TargetEngine:
         self.lineup = Lineup(model.pages, config.max_sequences)
         self._trust: dict[Source, Calibration] = {}  # by those of the last sequence that is over
         self._limit = min(model.context_limit, model.pages.count * TILE - 1)
-        self._pass_s = 0.0  # decayed mean of a pass
+        self._rate = 0.0  # tokens per second, decayed mean over passes and what was waited for
+        self._ended: float | None = None  # end of the last pass
+        self._said = 0  # tokens committed by the pass that runs
         self.passes = 0
         self._restarts = 0  # since the last pass
         self.landings = {landing: 0 for landing in Landing}
@@ -104,8 +110,11 @@ class TargetEngine:
 
     # --- commands ------------------------------------------------------------------------------
 
-    def handle(self, link: Link, command: TargetCommand) -> None:
-        """Apply one command. What cannot be served is refused by an event; nothing is raised."""
+    def handle(self, link: Link, command: TargetCommand, arrived: float | None = None) -> None:
+        """Apply one command. What cannot be served is refused by an event; nothing is raised.
+
+        arrived: when it came, by the engine's clock: it may have waited for a pass to end. None: now.
+        """
         match command:
             case Start():
                 try:
@@ -115,7 +124,7 @@ class TargetEngine:
             case Hinted():
                 sequence = self.lineup.get((link, command.seq))
                 if sequence is not None and sequence.drafted_for:
-                    self.landings[sequence.take_hint(command.hint, self._clock())] += 1
+                    self.landings[sequence.take_hint(command.hint, self._clock() if arrived is None else arrived)] += 1
             case Stop():
                 self._drop((link, command.seq))
 
@@ -155,21 +164,20 @@ class TargetEngine:
     def hold_until(self) -> float | None:
         """A moment until which the next pass should wait for hints, or None. Only asked between passes.
 
-        Only if every running sequence decodes and none knows how it goes on: a pass that has other
-        work is not held back.
+        Only while every running sequence decodes: a pass that has other work is not held back. What some of them
+        gain by waiting is weighed against what all of them lose.
         """
         running = self.lineup.running
-        if self.lineup.waiting_len or not running:
+        if self.lineup.waiting_len or not running or self._rate <= 0.0:
             return None
-        now, deadline = self._clock(), None
+        now, outlooks = self._clock(), []
         for sequence in running:
-            if not sequence.decoding or sequence.text.tree.node_count or not sequence.want(1):
+            if not sequence.decoding:
                 return None
-            until = sequence.patience.deadline(now, self._pass_s, sequence.hint_chance)
-            if until is None:
-                return None
-            deadline = until if deadline is None else min(deadline, until)
-        return deadline
+            outlook = sequence.outlook(now)
+            if outlook is not None:
+                outlooks.append(outlook)
+        return worth_until(now, outlooks, self._rate)
 
     def held_in_vain(self) -> None:
         """Patience ran out: do not wait again for these until a hint arrives."""
@@ -197,14 +205,23 @@ class TargetEngine:
         self._cost.observe(_load(runs), self._clock() - began, prompts=prompts)
         for share, own in laid:
             self._finish_share(share, [next(logits) for _ in own], started_ns)
-        took = self._clock() - began
-        self._pass_s = took if self._pass_s == 0.0 else 0.8 * self._pass_s + 0.2 * took
+        self._observe_rate(began)
         return True
 
     def _plan(self) -> list[Share[TargetSequence]]:
         self.lineup.admit()
         waiting = [sequence.waiting() for sequence in self.lineup.running]
         return plan_pass(waiting, self._config.row_budget, self._config.prefill_chunk, self._cost)
+
+    def _observe_rate(self, began: float) -> None:
+        """After a pass: tokens per second, what was waited before it included, an idle time not."""
+        now, held_s = self._clock(), 0.0 if self._ended is None else began - self._ended
+        took = now - began
+        took += min(held_s, took)
+        if took > 0.0 and self._said:
+            rate = self._said / took
+            self._rate = rate if self._rate == 0.0 else RATE_DECAY * self._rate + (1.0 - RATE_DECAY) * rate
+        self._ended, self._said = now, 0
 
     def _begin_again(self, lost: GroupLost) -> None:
         """All KV is gone: the group comes back, and every sequence goes on from the tokens it holds."""
@@ -244,7 +261,7 @@ class TargetEngine:
         depth, drafted_depth = sequence.deepest(checked), sequence.deepest(sequence.drafted(checked))
         hinted = (drafted_depth, len(sequence.drafted(decided.path)))
         digests = sequence.digests(decided, rows)
-        finish = sequence.commit(decided, checked, sick=sequence.sick(decided, rows))
+        finish = sequence.commit(decided, checked, self._clock())
         return _Settled(base_len, len(checked), depth, len(logits) > 1, decided, finish, fresh, hinted, digests)
 
     def _tell(self, sequence: TargetSequence, settled: _Settled, started_ns: int) -> None:
@@ -262,7 +279,8 @@ class TargetEngine:
         hits = sequence.pass_ended(started_ns, ended_ns, counts, over=settled.finish is not None)
         want = 0 if settled.finish else sequence.want(self._config.lead)
         sequence.asked = want > 0
-        sequence.patience.emitted(self._clock(), asking=want > 0)
+        if want:
+            sequence.patience.emitted(sequence.text.committed_len, self._clock())
         emit = Emit(
             sequence.seq,
             settled.base_len,
@@ -285,6 +303,7 @@ class TargetEngine:
             hits=hits if any(hits) else (),
         )
         sequence.found, sequence.preempted = 0, 0
+        self._said += len(decided.tokens)
         self._emit(sequence.link, emit)
         if settled.finish:
             self._drop((sequence.link, sequence.seq))

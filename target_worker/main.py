@@ -33,8 +33,7 @@ async def serve(options: TargetOptions) -> None:
     lane = Lane("engine")
     loaded, cost = await asyncio.wrap_future(lane.run(lambda: _prepared(options, config)))
     log.info("a pass by its rows: %s", cost.describe())
-    if loaded.memory is not None:
-        log.info("%s", loaded.memory())
+    log.info("%s", loaded.memory())
     sources = [Source.NGRAM] if options.ngram else []
     greeting = hello("target", options.load, loaded, options.max_sequences, sources)
     greeting.lookahead = options.lookahead

@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.core.acceptance import Calibration
+from forerun.core.acceptance import Calibration, Mean
 from forerun.core.errors import SequenceRefused
 from forerun.core.hits import Hit, Hits
 from forerun.core.messages import Start
 from forerun.core.ngram import NgramIndex
 from forerun.core.pages import KV, TILE, OutOfPages, Pages
 from forerun.core.params import MOST_DRAFT_TOKENS, Finish, Source
-from forerun.core.patience import Patience
+from forerun.core.patience import Outlook, Patience
 from forerun.core.pick import Picker, Proposal
 from forerun.core.plan import TYPICAL, Share, Waiting
 from forerun.core.sequence import Hint, Landing, TokenSequence
@@ -65,6 +65,7 @@ class TargetSequence:
         self.preempted = 0  # times it lost its KV since the last Emit
         self.settled_rows = 1  # rows of the tree that were there when the last pass was committed
         self.patience = Patience()
+        self.leading = Mean(TYPICAL)  # how often the likeliest node of a draft is right
         ends = tuple(sorted(token for token in start.params.ends if token < vocab_size))
         self._picker = Picker(sampling, vocab_size, ends, start.prompt_len + start.params.min_tokens)
         self._ngram = NgramIndex(start.tokens) if ngram and self._accepts(Source.NGRAM) else None
@@ -81,6 +82,7 @@ class TargetSequence:
         self._hit: Hit | None = None  # what was known when the pass that runs began
         self._span: tuple[int, int, dict[str, int]] | None = None  # of the last pass, while its verdict is open
         self.spans = SpanWindow(record, start.traceparent, "verify", "decode.window", start.params.trace_detail)
+        self.sick = False  # rows of the last pass that decided nothing are no numbers
         self._laid: list[tuple[Run, tuple[int, ...]]] = []  # its runs of the pass, and the nodes each computes
 
     def _accepts(self, source: Source) -> bool:
@@ -153,10 +155,7 @@ class TargetSequence:
         if self._ngram is not None and self.decoding:
             self._look_up(most_nodes)
         tree = self.text.tree
-        chances = [1.0] * len(tree)
-        for row, depth in enumerate(tree.depths()):
-            trust = self.trust.get(tree.sources[row] or Source.MODEL)
-            chances[row] = tree.scores[row] if trust is None else trust.chance(tree.scores[row], depth)
+        chances = [self._chance(row, depth) for row, depth in enumerate(tree.depths())]
         return Waiting(
             self,
             self.debt,
@@ -167,6 +166,12 @@ class TargetSequence:
             chances.__getitem__,
             self.trust[next(iter(self.trust))].chance(TYPICAL, 1) if self.trust else TYPICAL,
         )
+
+    def _chance(self, row: int, depth: int) -> float:
+        """That the target picks this node, given its parent."""
+        tree = self.text.tree
+        trust = self.trust.get(tree.sources[row] or Source.MODEL)
+        return tree.scores[row] if trust is None else trust.chance(tree.scores[row], depth)
 
     def _look_up(self, limit: int) -> None:
         assert self._ngram is not None
@@ -248,11 +253,12 @@ class TargetSequence:
             self.spans.add(started_ns, ended_ns, counts if verdict is None else {**counts, _attribute(verdict): 1})
 
     def take_hint(self, hint: Hint, now: float) -> Landing:
-        """A draft's hint arrived."""
+        """A draft's hint arrived at `now`, maybe while the last pass ran."""
         serves_open = self.hits.open_len is not None and self.text.served(hint, self.hits.open_len)
         landing = self.text.land(hint, depth=max(0, self.room - 1))
-        self._tell_span(self.hits.hinted(serves_open, landing is Landing.MERGED))
-        self.patience.hinted(now)
+        merged = landing is Landing.MERGED
+        self._tell_span(self.hits.hinted(serves_open, merged, now, merged and self.text.led(hint)))
+        self.patience.hinted(hint.base_len, now)
         self.hinted = True
         return landing
 
@@ -260,7 +266,7 @@ class TargetSequence:
         """Rows of its prompt were computed and nothing was to be decided."""
         ((run, _),) = self._laid
         self._laid.clear()
-        self.kv.commit(self.text.tokens, run.start + len(run.tokens))
+        self.kv.commit(self.text.tokens, run.start + len(run.tokens), judged=False)
 
     def rows_by_node(self, logits: Sequence[NDArray[np.float32]]) -> dict[int, Row]:
         """Of the root and every node that was computed, from the logits of its runs."""
@@ -271,16 +277,22 @@ class TargetSequence:
         return rows
 
     def judge(self, rows: Mapping[int, Row]) -> Walk:
-        """Walk the tree by the pass's logits. rows: [vocab] of the root and of every checked node."""
+        """Walk the tree by the pass's logits. rows: [vocab] of the root and of every checked node.
+
+        A node whose own row is no numbers ends the walk before it, as it would end plain decoding one pass later.
+        Raises NotFinite if the root's is none.
+        """
         tree, base_len = self.text.tree, self.text.committed_len
+        sound = {node for node, row in rows.items() if _finite(row)}
+        if ROOT not in sound:
+            raise NotFinite("the model's logits for this sequence are not numbers")
 
         def pick(node: int, depth: int, child: int | None) -> int:
             proposal = None if child is None else Proposal(tree.tokens[child], tree.laws[child])
-            if not _finite(rows[node]):
-                raise NotFinite("the model's logits for this sequence are not numbers")
             return self._picker.pick(rows[node], base_len + depth, proposal)
 
-        return walk(tree, rows.keys(), pick, self.params.ends, self.room)
+        self.sick = len(sound) < len(rows)
+        return walk(tree, sound, pick, self.params.ends, self.room)
 
     def digests(self, decided: Walk, rows: Mapping[int, Row]) -> tuple[int, ...]:
         """64 bits of the logits that picked each of its tokens; none unless asked for."""
@@ -289,19 +301,19 @@ class TargetSequence:
         hashes = (hashlib.blake2b(rows[node].data, digest_size=8) for node in _judges(decided))
         return tuple(int.from_bytes(each.digest()) for each in hashes)
 
-    def sick(self, decided: Walk, rows: Mapping[int, Row]) -> bool:
-        """Whether rows that decided nothing are no numbers; those that did were looked at when they were asked."""
-        return not all(_finite(rows[node]) for node in rows.keys() - _judges(decided))
-
     def want(self, lead: int) -> int:
         """Nodes that a draft should hold ready below the last committed token; lead: per node that may be checked."""
         return self.worth.want(self.most_nodes * lead) if self.drafted_for else 0
 
-    @property
-    def hint_chance(self) -> float:
-        """Estimated chance that the first node of a draft's next hint is right; 0 while drafts do not pay."""
-        trusts = [trust for source, trust in self.trust.items() if source is not Source.NGRAM]
-        return max((trust.chance(TYPICAL, 1) for trust in trusts), default=0.0) if self.worth.pays else 0.0
+    def outlook(self, now: float) -> Outlook | None:
+        """What its next pass would gain by waiting for hints; None while drafts do not pay or none is asked."""
+        if not self.asked or not self.worth.pays:
+            return None
+        tree, reach, deepest, depth = self.text.tree, 1.0, ROOT, 0
+        while (child := tree.likeliest(deepest)) is not None:
+            deepest, depth = child, depth + 1
+            reach *= self._chance(child, depth)
+        return self.patience.outlook(now, depth > 0, reach, self.leading.mean, self.most_nodes - depth)
 
     def drafted(self, path: Sequence[int]) -> list[int]:
         """Of these nodes, those that a draft sent."""
@@ -316,18 +328,19 @@ class TargetSequence:
         """Of these nodes, those that a draft sent while the pass before this one ran."""
         return sum(node >= self.settled_rows for node in self.drafted(path))
 
-    def commit(self, decided: Walk, checked: Sequence[int], *, sick: bool = False) -> Finish | None:
+    def commit(self, decided: Walk, checked: Sequence[int], now: float) -> Finish | None:
         """KV is cut to the accepted path, the tree re-rooted below the last token. checked: nodes.
 
-        sick: rows of nodes that were not accepted are no numbers. What the pass computed is computed again.
+        If rows of nodes that were not accepted are no numbers, what the pass computed is computed again.
         """
         self._learn(decided, checked)
         cached_len = self.text.committed_len + decided.accepted
         tree = self.text.tree
         path = self.text.advance(decided.tokens).path
         known = any(source is not Source.NGRAM for source in self.text.tree.sources[1:])
-        self.hits.committed(known, along=all(map(tree.leads, path)))
-        if sick:
+        left = len(path) < len(decided.tokens) and tree.likeliest(path[-1] if path else ROOT) is not None
+        self.hits.committed(known, not left and all(map(tree.leads, path)), now)
+        if self.sick:
             self.unlay(poisoned=True)
             self.kv.cleanse()
         else:
@@ -362,6 +375,8 @@ class TargetSequence:
             source = tree.sources[node]
             if tree.parents[node] in reached and source in judged:
                 judged[source].append((tree.scores[node], tree.depth(node), node in reached))
+                if source is not Source.NGRAM and tree.leads(node):
+                    self.leading.see(node in reached)
         for source, nodes in judged.items():
             if nodes:
                 self.trust[source].judged(nodes)

@@ -56,9 +56,7 @@ class Attached:
 
     def receive(self) -> None:
         for data in self.to_worker.tick():
-            frame = attach_pb2.CoordinatorFrame.FromString(data)
-            commands = [*map(codec.target_command_of, frame.target), *map(codec.draft_command_of, frame.draft)]
-            for command in commands:
+            for command in commands_of(data):
                 self.engine.handle("link", command)
 
     def _send(self, item: Any) -> None:
@@ -79,6 +77,12 @@ class Attached:
         self.to_coordinator.cut()
         self._cluster.workers.remove(self)
         self._cluster.router.lost(self.link)
+
+
+def commands_of(data: bytes) -> list[Any]:
+    """Of one frame of the coordinator."""
+    frame = attach_pb2.CoordinatorFrame.FromString(data)
+    return [*map(codec.target_command_of, frame.target), *map(codec.draft_command_of, frame.draft)]
 
 
 def _is_hint_command(data: bytes) -> bool:
@@ -177,7 +181,7 @@ class ScriptedDraft:
         self._prefixes: dict[Any, list[int]] = {}
         self._stale: set[Any] = set()
 
-    def handle(self, link: Any, command: Any) -> None:
+    def handle(self, link: Any, command: Any, arrived: float | None = None) -> None:
         match command:
             case Sync():
                 held = self._prefixes.get(command.seq, [])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import grpc.aio
+
 from forerun.client import Client
+from forerun.commands import failure
 from forerun.commands.measure import Prompt, Sample, Timeline, percentiles, ratio
 from forerun.core.errors import MalformedMessage
 from forerun.core.hits import Hit
@@ -104,6 +107,7 @@ async def receive(
     Raises:
         MalformedMessage: the events are not Started, chunks without a gap, Finished; or digests that were asked for
             do not come one per token.
+        CallFailed: the service is gone in mid-answer.
     """
     started: generation_pb2.Started | None = None
     finished: generation_pb2.Finished | None = None
@@ -113,7 +117,7 @@ async def receive(
     windows: list[int] = []
     arrivals: list[tuple[float, int]] = []
     sent = clock()
-    async with aclosing(client.stream(request, traceparent=traceparent)) as events:
+    async with aclosing(_events(client, request, traceparent)) as events:
         async for event in events:
             kind = event.WhichOneof("kind")
             if kind == "started":
@@ -139,3 +143,23 @@ async def receive(
         raise MalformedMessage(f"the stream ended without {'Finished' if started else 'Started'}")
     timeline = Timeline(sent, tuple(arrivals), clock())
     return Answer(started, finished, "".join(texts), tuple(token_ids), timeline, tuple(digests), tuple(windows))
+
+
+async def _events(
+    client: Client, request: generation_pb2.GenerateRequest, traceparent: str | None
+) -> AsyncGenerator[generation_pb2.GenerateEvent, None]:
+    """Those of one answer."""
+    began, tokens = False, 0
+    async with aclosing(client.stream(request, traceparent=traceparent)) as events:
+        try:
+            async for event in events:
+                began, tokens = True, tokens + len(event.chunk.token_ids)
+                yield event
+        except grpc.aio.AioRpcError as error:
+            if began and error.code() is grpc.StatusCode.UNAVAILABLE:
+                count = f"{tokens} {'token' if tokens == 1 else 'tokens'}" if tokens else "no token"
+                raise failure.CallFailed(
+                    f"the service at {client.addr} stopped in mid-answer; {count} had come "
+                    f"(UNAVAILABLE: {error.details()})"
+                ) from error
+            raise

@@ -34,6 +34,11 @@ def explained(client: Client) -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         details = " ".join((error.details() or "no details").split())
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise CallFailed(
+                f"{client.addr} does not take requests: it looks like the port that workers dial; the public one is the"
+                " one before unless --attach-port said otherwise"
+            ) from error
         silent = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         if silent and not client.connected:
             raise CallFailed(

@@ -50,12 +50,14 @@ def coordinator(
     model: Model = "demo",
     name: Annotated[str, typer.Option(help="What clients call the model. Default: as --model says.")] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Public port: the Generation API, health, reflection.")] = 50051,
-    attach_port: Annotated[int, typer.Option(help="Internal port: workers dial it.")] = 50052,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Public port: the Generation API, health, reflection.")
+    ] = 50051,
+    attach_port: Annotated[int, typer.Option(min=1, max=65535, help="Internal port: workers dial it.")] = 50052,
     grace: Annotated[float, typer.Option(help="Seconds that running answers get at SIGTERM.")] = 30.0,
     max_requests: Annotated[int, typer.Option(min=1, help="At once; more get RESOURCE_EXHAUSTED.")] = 256,
     target_wait: Annotated[float, typer.Option(help="Seconds a request waits for a target to attach.")] = 10.0,
-    metrics_port: Annotated[int, typer.Option(help="Prometheus metrics; 0: none.")] = 0,
+    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Prometheus metrics; 0: none.")] = 0,
     stall: Annotated[float, typer.Option(help="Seconds one step of a worker's engine may take.")] = 30.0,
 ) -> None:
     """Run a coordinator: the public API, the ledger, and the port that workers dial."""
@@ -98,7 +100,7 @@ def draft_worker(
     threads: Threads = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="Early exit: only the first layers of the model.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences drafted for at once.")] = 64,
-    width: Annotated[int, typer.Option(min=1, help="Tree nodes grown in one step.")] = 3,
+    width: Annotated[int, typer.Option(min=1, help="Most tree nodes grown in one step; fewer while more would not pay.")] = 12,
     device: OnDevice = Device.AUTO,
     cores: Cores = "",
 ) -> None:
@@ -153,6 +155,8 @@ def up(
                 asyncio.get_running_loop().add_signal_handler(number, stopped.set)
             pids = ", ".join(f"{name} {pid}" for name, pid in running.pids().items())
             console.print(f"ready at [bold]{running.address}[/] (processes: {pids}; logs: {running.logs})")
+            if kv := running.kv():
+                console.print(kv + (", on each target" if targets > 1 else ""))
             console.print(f'try: forerun generate --addr {running.address} "Why is the sky blue?"')
             watch = asyncio.ensure_future(running.watch())
             stop = asyncio.ensure_future(stopped.wait())

@@ -2,40 +2,90 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
-PRIOR = 0.6
-PRIOR_WEIGHT = 4.0
-DECAY = 0.95
-CORRECTION = 0.3
-"""Chance that the runner-up is the correction, given that the first guess is not accepted (a prior)."""
+SURE = (0.0, 0.1, 0.3, 0.5, 0.7, 0.85, 0.95)
+"""A draft's guesses are judged together with those that it was about as sure of: lower ends of the classes."""
+
+EVEN = (0.2, 0.6)
+"""Chance of a first guess of which a draft is not sure at all, and what being sure adds, until something is seen."""
+
+CORRECTION = (0.1, 0.4)
+"""The same for the runner-up, given that the first guess is wrong; sure of its share among all others."""
+
+DRAWN = 0.6
+"""The same for a token drawn for the rejection test, whose chance must not depend on which token it was."""
+
+WEIGHT = 6.0
+"""Guesses that what was known beforehand counts for."""
+
+DECAY, POOL_DECAY = 0.97, 0.995
+"""What is left of a class's counts after another guess in it: one sequence turns sooner than all of them."""
+
+
+MEAN_DECAY = 0.95
 
 
 class Acceptance:
-    """Decayed counts around a prior, so that a bad stretch is forgotten and never becomes final."""
+    """How often a draft's guesses come true: of one sequence, by rank and by how sure the draft was.
 
-    __slots__ = ("_hits", "_trials")
+    Counts decay, so that a bad stretch is forgotten and never becomes final. What a sequence has not seen itself is
+    taken from `pool`, which hears of all sequences; what nobody has seen, from what drafts are usually worth.
+    It is the chance given that the parent is right, whenever the guess was made: depth says nothing more.
+    """
 
-    def __init__(self) -> None:
-        self._hits = 0.0
-        self._trials = 0.0
+    __slots__ = ("_counts", "_decay", "_pool")
 
-    def observe(self, accepted: int, checked: int) -> None:
-        """Of a chain of `checked` nodes `accepted` were: as many hits, and a miss if it broke off."""
-        if checked <= 0:
-            return
-        self._hits = self._hits * DECAY + accepted
-        self._trials = self._trials * DECAY + accepted + (accepted < checked)
+    def __init__(self, pool: Acceptance | None = None) -> None:
+        self._pool = pool
+        self._decay = DECAY if pool else POOL_DECAY
+        self._counts: dict[tuple[int, int], tuple[float, float]] = {}  # by rank and class: came true, were judged
 
-    @property
-    def first(self) -> float:
-        """Chance that the likeliest child is picked, given that its parent was reached."""
-        return (self._hits + PRIOR * PRIOR_WEIGHT) / (self._trials + PRIOR_WEIGHT)
+    def first(self, sure: float | None) -> float:
+        """Chance that the likeliest child is picked. sure: its share by the draft; None: it was drawn."""
+        return self._chance(0, sure)
 
-    @property
-    def second(self) -> float:
-        """The same for the runner-up."""
-        return (1.0 - self.first) * CORRECTION
+    def second(self, sure: float | None, share: float) -> float:
+        """The same for the runner-up, which has `share` of what the first guess leaves."""
+        return (1.0 - self.first(sure)) * self._chance(1, share)
+
+    def observe(self, sure: float | None, share: float | None, token: int, first: int, second: int | None) -> None:
+        """The target picked `token` where `first` was the likeliest child, and `second` its runner-up."""
+        self._see(0, sure, token == first)
+        if second is not None and token != first:
+            self._see(1, share, token == second)
+        if self._pool is not None:
+            self._pool.observe(sure, share, token, first, second)
+
+    def _see(self, rank: int, sure: float | None, right: bool) -> None:
+        key = rank, _class(sure)
+        hits, trials = self._counts.get(key, (0.0, 0.0))
+        self._counts[key] = hits * self._decay + right, trials * self._decay + 1.0
+
+    def _chance(self, rank: int, sure: float | None) -> float:
+        base, slope = (EVEN, CORRECTION)[rank]
+        known = DRAWN if sure is None else base + slope * sure
+        if self._pool is not None:
+            known = self._pool._chance(rank, sure)
+        hits, trials = self._counts.get((rank, _class(sure)), (0.0, 0.0))
+        return (hits + known * WEIGHT) / (trials + WEIGHT)
+
+
+def _class(sure: float | None) -> int:
+    return -1 if sure is None else bisect_right(SURE, sure)
+
+
+class Mean:
+    """A decayed share of yes among yes and no, from a guess at first."""
+
+    __slots__ = ("mean",)
+
+    def __init__(self, mean: float) -> None:
+        self.mean = mean
+
+    def see(self, yes: bool) -> None:
+        self.mean += (1.0 - MEAN_DECAY) * (yes - self.mean)
 
 
 RATIOS = (0.02, 0.1, 0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.35)

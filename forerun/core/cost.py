@@ -147,8 +147,8 @@ class PassCost:
         if not self.known:
             return "not measured"
         rows = [int(knot) for knot in self._knots if int(knot) & (int(knot) - 1) == 0]
-        costs = ", ".join(f"{count}: {1e3 * self.seconds(Load(count)):.3g} ms" for count in rows)
-        return f"{costs}; a tile: {1e6 * self._state[1]:.3g} us, by row: {1e6 * self._state[2]:.3g} us"
+        costs = ", ".join(f"{count}: {_told(self.seconds(Load(count)))}" for count in rows)
+        return f"{costs}; a tile: {_told(self._state[1])}, by row: {_told(self._state[2])}"
 
     def _features(self, load: Load) -> Floats:
         """What the state is multiplied with, [3]."""
@@ -201,6 +201,14 @@ class PassCost:
             self._curve[knot] = max(old + step * (seen_s - old), 0.5 * old)
             self._seen[knot] = min(self._seen[knot] + share, SURE)
         self._read = None
+
+
+def _told(seconds: float) -> str:
+    """Three digits and their unit."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 0.9995:  # the next unit would show 1000
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{round(seconds * 1e6, 3):.3g} us"
 
 
 def _interpolate(rows: Floats, knots: Floats, values: Floats) -> Floats:

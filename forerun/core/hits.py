@@ -26,32 +26,38 @@ NONE = (0,) * len(Hit)
 class Hits:
     """Of one sequence. A pass that knew nothing stays open until the next one: only then it was late or a miss."""
 
-    __slots__ = ("_counts", "_known", "_open")
+    __slots__ = ("_along", "_counts", "_ended", "_known", "_open")
 
     def __init__(self) -> None:
         self._counts = [0] * len(Hit)
         self._known: Hit | None = None  # of the pass to come
         self._open: int | None = None  # committed_len at the begin of a pass that knew nothing
+        self._ended = 0.0  # when the last pass did
+        self._along = True  # it stayed on the likeliest line, as far as the tree went
 
     @property
     def open_len(self) -> int | None:
         """committed_len at the begin of the pass that waits for its verdict."""
         return self._open
 
-    def committed(self, known: bool, along: bool) -> None:
-        """A pass was committed. known: the tree goes on; along: each of its tokens was the likeliest child."""
+    def committed(self, known: bool, along: bool, now: float) -> None:
+        """A pass was committed. known: the tree goes on; along: no likelier child than each of its tokens is known."""
         self._known = None if not known else Hit.CONTINUED if along else Hit.BRANCH
+        self._ended, self._along = now, along
 
-    def hinted(self, serves_open: bool, knows: bool) -> Hit | None:
+    def hinted(self, serves_open: bool, knows: bool, arrived: float, led: bool) -> Hit | None:
         """A hint landed. serves_open: had it come in time, the open pass had known; knows: the tree goes on now.
 
+        arrived: when it came, maybe while a pass ran: then it was waiting at the end of that.
+        led: what was committed since its prefix is its likeliest line.
         Returns the verdict on the open pass, if this is it.
         """
         verdict = None
         if self._open is not None and serves_open:
             verdict = self._close(Hit.LATE)
         if knows and self._known is None:
-            self._known = Hit.AWAITED
+            waiting = Hit.CONTINUED if self._along and led else Hit.BRANCH
+            self._known = waiting if arrived <= self._ended else Hit.AWAITED
         return verdict
 
     def begins(self, committed_len: int, wanted: bool) -> tuple[Hit | None, Hit | None]:

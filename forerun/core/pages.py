@@ -52,10 +52,16 @@ class Pages:
         self.count = count
         self.blank = count
         """A page beyond the pool that always holds zeros; scrubbing is a copy of it."""
-        self.forget()
+        self._dirty: set[int] = set()  # free ones, to be scrubbed when they are taken
+        self._begin()
 
     def forget(self) -> None:
-        """All KV is lost: nobody holds anything, nothing is known."""
+        """All KV is lost: nobody holds anything, nothing is known. Pages that were in use may hold anything."""
+        clean = set(self._free) - self._dirty - self._copies.keys()
+        self._dirty = set(range(self.count)) - clean
+        self._begin()
+
+    def _begin(self) -> None:
         self._free = list(range(self.count))  # a heap: the lowest first, so that what is in use lies together
         self._holders = [0] * self.count
         self._filled = [0] * self.count  # columns claimed, from the left
@@ -96,7 +102,10 @@ class Pages:
             self._unpublish(page)
         else:
             raise OutOfPages(f"all {self.count} pages are held")
-        if self._copies.get(page) != self.blank:
+        if page in self._dirty:
+            self._dirty.discard(page)
+            self._copies[page] = self.blank
+        elif self._copies.get(page) != self.blank:
             self._copies.pop(page, None)  # whoever wanted it is gone
         self._holders[page] = 1
         self._filled[page] = 0
@@ -111,7 +120,7 @@ class Pages:
     def release(self, pages: Sequence[int], poisoned: bool = False) -> None:
         """The last page first: what lies below a page must be idle before it.
 
-        poisoned: they may hold what is no number. Nobody finds them any more, and who holds them last leaves zeros:
+        poisoned: they may hold what is no number. Nobody finds them any more, and who takes them next finds zeros:
         a column that a row does not see weighs 0, and 0 times such a value is no number either.
         """
         for page in reversed(pages):
@@ -127,7 +136,7 @@ class Pages:
             return
         if page in self._condemned:
             self._condemned.discard(page)
-            self._copies[page] = self.blank
+            self._dirty.add(page)
         heapq.heappush(self._free, page)
 
     def _condemn(self, page: int) -> None:
@@ -277,20 +286,21 @@ class KV:
     rebuilt from the tokens at any time.
     """
 
-    __slots__ = ("_published", "cached_len", "pages", "trunk")
+    __slots__ = ("_published", "_sound_len", "cached_len", "pages", "trunk")
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
         self.trunk = Path()
         self.cached_len = 0
         self._published = 0  # pages of the trunk that are known
+        self._sound_len = 0  # columns of which a row was judged: only then they are known to be numbers
 
     def adopt(self, tokens: Sequence[int]) -> int:
         """Start from what is known of `tokens`; returns cached_len. Only while nothing is held."""
         if self.trunk.pages:
             raise ValueError(f"KV of {self.cached_len} tokens is held already")
         self.trunk, self.cached_len = self.pages.find(tokens)
-        self._published = self.cached_len // TILE
+        self._published, self._sound_len = self.cached_len // TILE, self.cached_len
         return self.cached_len
 
     def extend(self, rows: int) -> Path:
@@ -313,10 +323,19 @@ class KV:
         self.pages.release(path.pages, poisoned)
         path.pages = []
 
-    def commit(self, tokens: Sequence[int], length: int, path: Path | None = None, *, reclaim: bool = True) -> None:
+    def commit(
+        self,
+        tokens: Sequence[int],
+        length: int,
+        path: Path | None = None,
+        *,
+        reclaim: bool = True,
+        judged: bool = True,
+    ) -> None:
         """The first `length` of `tokens` are committed and lie in `path` (None: in the trunk).
 
         path: becomes the trunk, the old trunk is dropped. reclaim: False while branches below are kept.
+        judged: logits after them were looked at, and are numbers. What was not judged is shown to nobody.
         """
         if path is not None and path is not self.trunk:
             known = self.trunk.pages[: self._published]
@@ -327,15 +346,16 @@ class KV:
             path.pages = []
         self.pages.cut(self.trunk, length, reclaim=reclaim)
         self.cached_len = length
+        self._sound_len = length if judged else min(self._sound_len, length)
         self._published = min(self._published, length // TILE)
-        self._publish(tokens, length // TILE)
+        self._publish(tokens, self._sound_len // TILE)
 
     def truncate(self, length: int) -> None:
         """Forget committed columns beyond `length`; no branch is alive. Moves no bytes."""
         if length > self.cached_len:
             raise ValueError(f"cannot truncate to {length}: only {self.cached_len} tokens are cached")
         self.pages.cut(self.trunk, length, reclaim=True)
-        self.cached_len = length
+        self.cached_len, self._sound_len = length, min(self._sound_len, length)
         self._published = min(self._published, length // TILE)
 
     def cleanse(self) -> None:
@@ -343,10 +363,15 @@ class KV:
         whole = self.cached_len // TILE
         self.pages.release(self.trunk.pages[whole:], poisoned=True)
         del self.trunk.pages[whole:]
-        self.cached_len = whole * TILE
+        self.cached_len = self._sound_len = whole * TILE
 
     def release(self, tokens: Sequence[int] = (), *, poisoned: bool = False) -> None:
         """Give everything back. With its `tokens`, the unfinished last page stays known too."""
+        if self._sound_len < self.cached_len:
+            whole = self._sound_len // TILE
+            self.pages.release(self.trunk.pages[whole:], poisoned=True)
+            del self.trunk.pages[whole:]
+            self.cached_len = whole * TILE
         whole = self.cached_len // TILE
         if tokens and self.cached_len % TILE >= LEAST_COPY and self._published == whole:
             above = self.trunk.pages[whole - 1] if whole else -1
@@ -354,7 +379,7 @@ class KV:
             self.pages.cut(self.trunk, self.cached_len, reclaim=False)
             self.trunk.pages[whole] = self.pages.publish(above, self.trunk.pages[whole], rest)
         self.pages.release(self.trunk.pages, poisoned)
-        self.trunk, self.cached_len, self._published = Path(), 0, 0
+        self.trunk, self.cached_len, self._published, self._sound_len = Path(), 0, 0, 0
 
     def _publish(self, tokens: Sequence[int], whole: int) -> None:
         pages = self.trunk.pages

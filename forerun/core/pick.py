@@ -37,6 +37,8 @@ class Guess:
     first: int
     second: int | None  # the likeliest correction; None in rejection mode, which drafts one chain
     law: NodeLaw | None  # what `first` was drawn from, in rejection mode
+    sure: float | None = None  # probability of `first` by the draft; None where it must not matter: it was drawn
+    share: float = 0.0  # probability of `second` among all but `first`
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,13 @@ class Picker:
         """What a draft proposes at `position`, with the same filters and the same noise."""
         logits = self._allowed(logits, position)
         if self.sampling.greedy:
-            return Guess(*top_two(logits), law=None)
+            first, second = top_two(logits)
+            return Guess(first, second, None, *_sureness(logits, first, second))
         law = filtered(logits, self.sampling)
         if not self.sampling.chain_only:
-            return Guess(*law.race(self.sampling.seed, position), law=None)
+            first, second = law.race(self.sampling.seed, position)
+            sure = law.of(first)
+            return Guess(first, second, None, sure, _share(law.of(second), sure) if second is not None else 0.0)
         sent = draft_law(law, DRAFT_TOP_K)
         first, _ = as_law(sent).race(self.sampling.seed, position, Domain.DRAFT)
         return Guess(first, None, sent)
@@ -86,3 +91,15 @@ class Picker:
         logits = logits.copy()
         logits[banned] = -np.inf
         return logits
+
+
+def _sureness(logits: Logits, first: int, second: int | None) -> tuple[float, float]:
+    """Probability of the largest logit at temperature 1, and of the second among all but the first."""
+    weights = np.exp(logits - logits[first])
+    total = float(weights.sum())
+    others = total - float(weights[first])
+    return float(weights[first]) / total, float(weights[second]) / others if second is not None and others > 0 else 0.0
+
+
+def _share(of: float, beside: float) -> float:
+    return min(1.0, of / (1.0 - beside)) if beside < 1.0 else 0.0

@@ -95,6 +95,10 @@ class TokenSequence:
         node = self._met(hint, length)
         return not isinstance(node, Landing) and any(True for _ in hint.tree.children(node))
 
+    def led(self, hint: Hint) -> bool:
+        """Whether what was committed since the prefix of a hint that landed is its likeliest line."""
+        return all(map(hint.tree.leads, hint.tree.descend(self.tokens[hint.base_len :])))
+
     def _met(self, hint: Hint, length: int) -> int | Landing:
         """Row of the hint's tree that the first `length` tokens lead to, or why there is none."""
         if hint.base_len > length:

@@ -130,9 +130,13 @@ class TokenTree:
     def children(self, node: int) -> Iterable[int]:
         return self._children[node].values()
 
+    def likeliest(self, node: int) -> int | None:
+        """Its child of the highest score, the first of equals; None if it has none."""
+        return max(self.children(node), key=self.scores.__getitem__, default=None)
+
     def leads(self, node: int) -> bool:
         """Whether it is the likeliest child of its parent, the first of equals."""
-        return node == max(self.children(self.parents[node]), key=self.scores.__getitem__)
+        return node == self.likeliest(self.parents[node])
 
     def path(self, node: int) -> list[int]:
         """Rows from below the root down to `node`; empty for the root."""

@@ -34,6 +34,14 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.5
 RETRY_S = (0.1, 2.0)
+REFUSED_S = 30.0
+"""Pause after a refusal that will not change by itself."""
+
+REFUSALS = {
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
 RESOLVE_S = 5.0
 WELCOME_S = 10.0
 STOP_S = 10.0
@@ -47,7 +55,7 @@ Part = TypeVar("Part")
 class Engine(Protocol):
     """What target and draft engines have in common."""
 
-    def handle(self, link: Any, command: Any) -> None: ...
+    def handle(self, link: Any, command: Any, arrived: float | None = None) -> None: ...
 
     def drop_link(self, link: Any) -> None: ...
 
@@ -81,14 +89,14 @@ class EngineThread:
         self._engine = engine
         self._failed = failed
         self.stepping = False
-        self._inbox: queue.SimpleQueue[tuple[str, Command | _Dropped] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[str, Command | _Dropped, float] | None] = queue.SimpleQueue()
         self._ended: Future[None] | None = None
 
     def start(self) -> None:
         self._ended = self._lane.run(self._run)
 
     def put(self, link: str, command: Command | _Dropped) -> None:
-        self._inbox.put((link, command))
+        self._inbox.put((link, command, time.monotonic()))
 
     def stop(self) -> None:
         """Returns when the engine has finished the step it is in. Raises TimeoutError if it does not."""
@@ -118,11 +126,11 @@ class EngineThread:
             while True:
                 if item is None:
                     return False
-                link, command = item
+                link, command, arrived = item
                 if isinstance(command, _Dropped):
                     self._engine.drop_link(link)
                 else:
-                    self._engine.handle(link, command)
+                    self._engine.handle(link, command, arrived)
                 item = self._inbox.get_nowait()
         except queue.Empty:
             return True
@@ -222,13 +230,19 @@ class Worker:
         return list(dict.fromkeys(found))
 
     async def _keep_attached(self, address: str, engine: Engine, thread: EngineThread) -> None:
-        delay = RETRY_S[0]
+        delay, said = RETRY_S[0], ""
         while not self._stopping.is_set():
             began = self._loop.time()
             try:
                 await self._attach(address, engine, thread)
             except grpc.aio.AioRpcError as error:
-                log.info("coordinator %s: %s %s", address, error.code().name, error.details())
+                lasting = error.code() in REFUSALS
+                if self._loop.time() - began > RETRY_S[1] or said != _reason(error):
+                    log.log(logging.WARNING if lasting else logging.INFO, "coordinator %s: %s", address, _reason(error))
+                said = _reason(error)
+                if lasting:
+                    await asyncio.sleep(REFUSED_S)
+                    continue
             except (asyncio.InvalidStateError, TimeoutError, ForerunError) as error:  # ended while it was written to
                 log.info("coordinator %s: %s: %s", address, type(error).__name__, error)
             except Exception:
@@ -248,7 +262,7 @@ class Worker:
             link = f"{address}#{self._serial}"
             outbox = self._outboxes[link] = Outbox[Outgoing](self._loop)
             self.attached.set()
-            log.info("attached to %s as %s", first.welcome.coordinator, self._hello.worker)
+            log.info("attached to %s (%s) as %s", address, first.welcome.coordinator, self._hello.worker)
             beating = asyncio.create_task(_beat(outbox, engine, thread, first.welcome.heartbeat_ms / 1000))
             writing = asyncio.create_task(_write(call, outbox, self._hello.role))
             reading = asyncio.create_task(self._read(call, link, thread))
@@ -286,6 +300,12 @@ class Worker:
             outbox = self._outboxes.get(link)
             if seq.request_id and outbox is not None:
                 outbox.put(Refused(codec.seq_of(seq), f"malformed message: {error}"))
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return "that is the public port; use the attach port, the next one unless --attach-port said otherwise"
+    return f"{error.code().name} {error.details()}"
 
 
 async def _write(call: Any, outbox: Outbox[Outgoing], role: int) -> None:

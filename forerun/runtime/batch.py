@@ -40,11 +40,12 @@ class Batch:
     @classmethod
     def from_bytes(cls, data: bytes) -> Batch:
         count = len(fields(cls))
-        shapes = np.frombuffer(data, np.int64, 2 * count).reshape(count, 2)
+        held = bytearray(data)  # torch wants arrays that can be written to
+        shapes = np.frombuffer(held, np.int64, 2 * count).reshape(count, 2)
         arrays, at = [], shapes.nbytes
         for rows, columns in shapes.tolist():
             size = rows * columns if columns >= 0 else rows
-            array = np.frombuffer(data, np.int64, size, at)
+            array = np.frombuffer(held, np.int64, size, at)
             arrays.append(array if columns < 0 else array.reshape(rows, columns))
             at += array.nbytes
         return cls(*arrays)

@@ -34,6 +34,8 @@ class MemoryUse:
     kv_tokens: int
     workspace: int  # what the largest passes needed
     ranks: int = 1  # processes that take as much each
+    sequences: int = 1  # that are computed together
+    asked: int | None = None  # for KV of all ranks; None: nothing was said
 
     def of_each(self, ranks: int) -> MemoryUse:
         return replace(self, ranks=ranks)
@@ -41,10 +43,17 @@ class MemoryUse:
     def __str__(self) -> str:
         each = f" of each of {self.ranks} ranks" if self.ranks > 1 else ""
         return (
-            f"memory{each}: weights {self.weights / MIB:.0f} MiB, "
-            f"KV up to {self.kv / MIB:.0f} MiB ({self.kv_tokens} tokens), "
-            f"workspace {self.workspace / MIB:.0f} MiB, beside {self.baseline / MIB:.0f} MiB of program"
+            f"memory{each}: weights {self.weights / MIB:.0f} MiB, workspace {self.workspace / MIB:.0f} MiB, "
+            f"beside {self.baseline / MIB:.0f} MiB of program; KV up to {self.kv / MIB:.0f} MiB"
+            f"{each} ({self.kv_tokens:,} tokens), {self.sequences} sequences in a pass{self._less}"
         )
+
+    @property
+    def _less(self) -> str:
+        """Why KV is smaller than was asked for, by a page or more."""
+        if self.asked is None or self.asked // self.ranks - self.kv < self.kv * TILE // self.kv_tokens:
+            return ""
+        return f"; {self.asked / MIB:.0f} MiB were asked for, but so many sequences cannot use more"
 
 
 def kv_pages(page_bytes: int, sequences: int, context_limit: int, budget: int) -> int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from forerun import __version__
 from forerun.core.errors import ModelRefused
 from forerun.runtime.demo_model import demo_folder
-from forerun.runtime.folders import check_shapes, read_entries, weight_files
+from forerun.runtime.folders import check_shapes, header_bytes, read_entries, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -270,7 +270,9 @@ def _sampled(path: Path) -> str:
     samples = hashlib.sha256()
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
-            samples.update(file.read(int.from_bytes(file.read(8), "little")))
+            length = header_bytes(path)
+            file.seek(8)
+            samples.update(file.read(length))
         for at in range(SAMPLES):
             file.seek(max(0, size - SAMPLE_BYTES) * at // (SAMPLES - 1))
             samples.update(file.read(SAMPLE_BYTES))

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from multiprocessing.process import BaseProcess
@@ -45,6 +46,9 @@ log = logging.getLogger(__name__)
 HANDSHAKE_S = 5.0
 LAST_WORDS_S = 0.5
 """For how long the processes of a broken group may still show which of them broke it."""
+
+RESTART_LOADS, RESTART_S = 2.0, 5.0
+"""A group that starts again has so many times as long as the first one took to load, and so many seconds more."""
 
 _PRELOAD = "forerun.runtime.ranks"
 
@@ -199,7 +203,7 @@ class Group:
         for one in ready:
             if isinstance(one, int):
                 raise self.fail(PeerLost(sentinels[one], "ended while starting"))
-        raise self.fail(PeerLost(None, f"the ranks were not ready within {self.spec.ready_s:g} s"))
+        raise self.fail(PeerLost(None, f"the ranks were not ready within {self.spec.ready_s:.3g} s"))
 
     # --- ending --------------------------------------------------------------------------------
 
@@ -244,8 +248,10 @@ class ParallelModel(TransformersModel):
         self._group = Group(spec)
         try:
             self._group.launch()
+            began = time.monotonic()
             share = load_shard(spec.folder, spec.dtype, spec.layers, 0, spec.ranks, spec.device_of(0))
             self._group.assemble()
+            self._loaded_s = time.monotonic() - began
             connect(share, self._group.exchange)
             super().__init__(share, spec.context_limit, spec.pages, exact=exact)
         except GroupLost as lost:
@@ -271,10 +277,14 @@ class ParallelModel(TransformersModel):
         return super().memory(baseline, resident).of_each(self._spec.ranks)
 
     def restart(self) -> None:
-        """A new group for the same weights. Raises GroupLost or ModelRefused if it does not come up."""
+        """A new group for the same weights. Raises GroupLost or ModelRefused if it does not come up.
+
+        It has about as long as the first one took to load: the engine waits, and a rank that hangs can be replaced.
+        """
         began = time.monotonic()
+        ready_s = min(self._spec.ready_s, RESTART_LOADS * self._loaded_s + RESTART_S)
         self._group.stop()
-        self._group = Group(self._spec)
+        self._group = Group(replace(self._spec, ready_s=ready_s))
         self._group.launch()
         self._group.assemble()
         connect(self._model, self._group.exchange)

@@ -49,7 +49,7 @@ class GroupSpec:
     device: str = "cpu"  # cuda: rank r computes on GPU r of its machine
     shared: bool = True  # CPU ranks of one machine exchange through shared memory; False: torch.distributed
     timeout_s: float = 5.0  # of every single exchange
-    ready_s: float = 600.0  # until a rank has loaded
+    ready_s: float = 600.0  # until all ranks have loaded; a group that starts again has less
 
     @property
     def backend(self) -> str:

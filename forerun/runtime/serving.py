@@ -59,7 +59,7 @@ class Loaded:
     revision: str
     numerics_id: str
     eos_token_ids: tuple[int, ...]
-    memory: Callable[[], MemoryUse] | None = None  # asked once the largest pass has run; None: simulated
+    memory: Callable[[], MemoryUse]  # asked once the largest pass has run
 
     @property
     def context_limit(self) -> int:
@@ -69,6 +69,7 @@ class Loaded:
 
 def load(options: LoadOptions, *, draft: bool, sequences: int) -> Loaded:
     """sequences: how many are served at once. Raises ModelRefused, saying what cannot be served and why."""
+    _check(options)
     folder = resolve(options.model)
     target = _target_of(folder, options, draft)
     text = TextModel.load(target or folder)
@@ -77,7 +78,9 @@ def load(options: LoadOptions, *, draft: bool, sequences: int) -> Loaded:
         budget = 1 << 40 if options.kv_memory is None else options.kv_memory
         pages = kv_pages(TILE * SIM_TOKEN_BYTES, sequences, spec.context, budget)
         simulated = SimModel(spec, draft, pages=pages)
-        return Loaded(simulated, text.vocab_size, folder, folder, text.eos_token_ids)
+        kv = pages * TILE * SIM_TOKEN_BYTES
+        use = MemoryUse(resident_bytes(), 0, kv, pages * TILE, 0, sequences=sequences, asked=options.kv_memory)
+        return Loaded(simulated, text.vocab_size, folder, folder, text.eos_token_ids, lambda: use)
     import torch
 
     import forerun.runtime.forward  # noqa: F401  what is imported is no part of the model
@@ -93,9 +96,27 @@ def load(options: LoadOptions, *, draft: bool, sequences: int) -> Loaded:
     parallelism = f"tp={options.tp},threads={options.threads},{model.numerics}"
     bits = numerics_id(folder, options.dtype, _device(options), parallelism, options.layers)
     vocab_size = min(text.vocab_size, model.vocab_size)
-    return Loaded(
-        model, vocab_size, revision(folder), bits, text.eos_token_ids, lambda: model.memory(baseline, resident_bytes())
-    )
+
+    def memory() -> MemoryUse:
+        return replace(model.memory(baseline, resident_bytes()), sequences=sequences, asked=options.kv_memory)
+
+    return Loaded(model, vocab_size, revision(folder), bits, text.eos_token_ids, memory)
+
+
+def _check(options: LoadOptions) -> None:
+    """Before anything is fetched or loaded. Raises ModelRefused for what this machine or model cannot take."""
+    cores = len(os.sched_getaffinity(0))
+    if options.threads > cores:
+        raise ModelRefused(f"--threads {options.threads} is more than this process has cores: at most {cores}")
+    if options.model.startswith(PREFIX):
+        for name, wrong in (("--tp", options.tp > 1), ("--device cuda", options.device == "cuda")):
+            if wrong:
+                raise ModelRefused(f"a simulated model computes nothing: leave {name} out")
+    elif options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ModelRefused(f"--device cuda: torch {torch.__version__} finds no GPU here; auto and cpu need none")
 
 
 def _device(options: LoadOptions) -> str:

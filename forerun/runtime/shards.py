@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from forerun.core.errors import ModelRefused
 from forerun.runtime.batch import Batch
 from forerun.runtime.exchange import Exchange
-from forerun.runtime.folders import Entry, check_shapes, read_entries
+from forerun.runtime.folders import Entry, check_depth, check_shapes, read_entries
 from forerun.runtime.models import described
 
 if TYPE_CHECKING:
@@ -175,6 +175,8 @@ def load_shard(
     plan = plan_of(model)
     check_divides(model, plan, ranks)
     entries = read_entries(folder)
+    if layers is None:
+        check_depth(folder, entries, model.state_dict(), model._keys_to_ignore_on_load_unexpected or ())
     names = _source_names(folder, config, model, entries)
     check_shapes(folder, entries, {names[name]: tuple(weight.shape) for name, weight in model.state_dict().items()})
     shares = _replace(model, plan, rank, ranks)
@@ -200,7 +202,7 @@ def _source_names(
     ignored: set[str] = model._keys_to_ignore_on_load_unexpected or set()  # type: ignore[assignment]
     for name in sorted(set(entries) - set(names) - set(names.values())):
         layer = re.search(r"\.layers\.(\d+)\.", name)
-        if layer and int(layer[1]) >= depth:  # beyond an early exit
+        if layer and int(layer[1]) >= depth:  # beyond an early exit: `check_depth` refuses others
             continue
         if not name.endswith("rotary_emb.inv_freq") and not any(re.search(pattern, name) for pattern in ignored):
             raise ModelRefused(f"{folder} holds {name!r}, which {type(model).__name__} has no place for; {hint}")
@@ -269,7 +271,10 @@ def _read(
         for name, module, attribute in list(_plain(model)):
             entry, source = entries[names[name]], names[name]
             if entry.file not in files:
-                files[entry.file] = stack.enter_context(safe_open(entry.file, framework="pt", device="cpu"))
+                try:
+                    files[entry.file] = stack.enter_context(safe_open(entry.file, framework="pt", device="cpu"))
+                except SafetensorError as error:
+                    raise ModelRefused(f"{entry.file} cannot be read: {error}") from error
             old: Tensor = getattr(module, attribute)
             key = (source, name in shares)
             if key not in loaded:

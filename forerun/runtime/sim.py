@@ -84,7 +84,12 @@ class SimModel:
     """`Model` without weights: its KV holds token ids. A draft's passes take `step`, and its guesses may be wrong."""
 
     def __init__(
-        self, spec: SimSpec, draft: bool, sleep: Callable[[float], None] = time.sleep, pages: int | None = None
+        self,
+        spec: SimSpec,
+        draft: bool,
+        sleep: Callable[[float], None] = time.sleep,
+        pages: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.spec = spec
         self.vocab_size = spec.vocab
@@ -93,9 +98,10 @@ class SimModel:
         self._columns = np.zeros((self.pages.count + 1, TILE), dtype=np.uint32)
         self._draft = draft
         self._sleep = sleep
+        self._clock = clock
 
     def forward(self, runs: Sequence[Run]) -> list[NDArray[np.float32]]:
-        began = time.perf_counter()
+        began = self._clock()
         batch = lower(runs, self.pages.take_copies())
         source, to = batch.copies.T
         self._columns[to] = self._columns[source]
@@ -108,7 +114,7 @@ class SimModel:
             answers.append(self._rows([text[:length] for length in range(end - run.logit_rows, end)]))
         rows = len(batch.tokens)
         wanted = self.spec.step_s if self._draft else self.spec.pass_of(rows)
-        left = wanted - (time.perf_counter() - began)
+        left = wanted - (self._clock() - began)
         if left > 0:
             self._sleep(left)
         return answers

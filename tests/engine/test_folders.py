@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.core.errors import ModelRefused
-from forerun.runtime.folders import read_entries
-from forerun.runtime.models import load_causal_lm
+from forerun.runtime.folders import check_depth, read_entries
+from forerun.runtime.models import load_causal_lm, revision
 from forerun.runtime.shards import load_shard
 from tests.models import tiny_model
 
@@ -36,8 +36,12 @@ def in_shards(folder: Path) -> dict[str, str]:
     for file, held in parts.items():
         save_file({name: whole[name] for name in held}, folder / file, metadata={"format": "pt"})
     where = {name: file for file, held in parts.items() for name in held}
-    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    write_index(folder, where)
     return where
+
+
+def write_index(folder: Path, where: dict[str, str], **others: object) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where} | others))
 
 
 def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -64,17 +68,39 @@ def missing_shard(folder: Path) -> None:
 
 def shard_without_its_weight(folder: Path) -> None:
     where = in_shards(folder)
-    (folder / INDEX).write_text(json.dumps({"weight_map": where | {"model.norm.bias": "one.safetensors"}}))
+    write_index(folder, where | {"model.norm.bias": "one.safetensors"})
 
 
 def index_that_leads_out(folder: Path) -> None:
     where = in_shards(folder)
-    (folder / INDEX).write_text(json.dumps({"weight_map": where | {WEIGHT: "../one.safetensors"}}))
+    write_index(folder, where | {WEIGHT: "../one.safetensors"})
 
 
 def unreadable_index(folder: Path) -> None:
     in_shards(folder)
     (folder / INDEX).write_text('{"weight_map": 3}')
+
+
+def index_without_metadata(folder: Path) -> None:
+    write_index(folder, in_shards(folder), metadata=None)
+
+
+def stale_index(folder: Path) -> None:
+    """The whole model saved into a folder that held it in shards."""
+    whole = (folder / "model.safetensors").read_bytes()
+    in_shards(folder)
+    (folder / "model.safetensors").write_bytes(whole)
+
+
+def index_of_a_part(folder: Path) -> None:
+    """One weight lies in a file of its own too, where the index says it is."""
+    whole = load_file(folder / "model.safetensors")
+    save_file({WEIGHT: whole[WEIGHT] * 2}, folder / "one.safetensors", metadata={"format": "pt"})
+    write_index(folder, dict.fromkeys(whole, "model.safetensors") | {WEIGHT: "one.safetensors"})
+
+
+def empty_index(folder: Path) -> None:
+    write_index(folder, {})
 
 
 def cut(folder: Path) -> None:
@@ -113,6 +139,31 @@ def no_json(folder: Path) -> None:
 def wrong_offsets(folder: Path) -> None:
     header = json.dumps({WEIGHT: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 8]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """The header is changed, the weights are not."""
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    change(header)
+    described = json.dumps(header).encode()
+    path.write_bytes(len(described).to_bytes(8, "little") + described + raw[end:])
+
+
+def overlapping(folder: Path) -> None:
+    other = WEIGHT.replace("layers.0", "layers.1")
+    rewritten(folder, lambda header: header[other].update(data_offsets=header[WEIGHT]["data_offsets"]))
+
+
+def unreadable_metadata(folder: Path) -> None:
+    rewritten(folder, lambda header: header.update(__metadata__={"format": 1}))
+
+
+def deeper_than_described(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1}))
 
 
 def wrong_shape(folder: Path) -> None:
@@ -158,6 +209,14 @@ def load(folder: str, ranks: int) -> object:
         (shard_without_its_weight, r"one\.safetensors holds no 'model\.norm\.bias', though"),
         (index_that_leads_out, r"names '\.\./one\.safetensors', which is no file of this folder"),
         (unreadable_index, "is no index of weights"),
+        (index_without_metadata, rf'{INDEX} lacks "metadata", .* \{{\}} would do'),
+        (empty_index, rf"{INDEX} names no file: its weight_map is empty"),
+        (
+            stale_index,
+            rf"twice: remove {INDEX} and what it names \(one\.safetensors to two\.safetensors, 2 files\) to serve "
+            r"model\.safetensors, or remove model\.safetensors to serve those",
+        ),
+        (index_of_a_part, rf"twice: remove {INDEX} and what it names \(one\.safetensors\)"),
         (cut, r"model\.safetensors is cut off: \d+ bytes, and \d+ are expected"),
         (cut_shard, r"two\.safetensors is cut off: \d+ bytes, and \d+ are expected"),
         (cut_in_the_header, r"model\.safetensors is cut off: 100 bytes, less than its header of \d+"),
@@ -166,6 +225,8 @@ def load(folder: str, ranks: int) -> object:
         (web_page, "is no safetensors file: its header would be"),
         (no_json, "has no readable header: JSONDecodeError"),
         (wrong_offsets, "has no readable header: ValueError: .* would lie in bytes 0 to 8"),
+        (overlapping, r"would lie in bytes \d+ to \d+; the weight before it ends at \d+"),
+        (unreadable_metadata, r"model\.safetensors cannot be read|cannot be loaded: SafetensorError"),
         (wrong_shape, rf"'{WEIGHT}' in .*model\.safetensors is of shape \[64, 32\]; .*asks for \[64, 64\]"),
         (int8, rf"'{WEIGHT}' in .*model\.safetensors is of dtype I8; .*F32, BF16, F16"),
         (float8, rf"'{WEIGHT}' in .* is of dtype F8_E4M3; .*quantised ones are not"),
@@ -213,3 +274,47 @@ def test_shards_are_read_as_one(folder: Path) -> None:
     assert {name: (entry.dtype, entry.shape) for name, entry in entries.items()} == whole
     assert {entry.file.name for entry in entries.values()} == {"one.safetensors", "two.safetensors"}
     assert whole[WEIGHT] == ("F32", (64, 64))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_index_is_served_as_transformers_does(folder: Path, sharded: bool, ranks: int) -> None:
+    """Also one that names the single file only."""
+    if sharded:
+        in_shards(folder)
+    else:
+        write_index(folder, dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors"))
+    load(str(folder), ranks)
+
+
+@pytest.mark.parametrize("harm", [stale_index, index_of_a_part, empty_index])
+def test_a_model_has_no_identity_while_two_could_be_meant(folder: Path, harm: Callable[[Path], None]) -> None:
+    harm(folder)
+    with pytest.raises(ModelRefused, match=INDEX):
+        revision(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("held", "refused"),
+    [
+        ("model.layers.2.norm.weight", r"is 2 in folder/config\.json, .* of 3 layers \('model\..*\.weight'\): write 3"),
+        ("layers.11.norm.weight", "is 2 in .* of 12 layers"),  # saved without the head's model
+        ("model.layers.1.mlp.experts.9.up.weight", None),  # a number that is no layer's
+        ("vision.layers.7.norm.weight", None),
+        ("model.layers.2.mtp.weight", None),  # what the model's own code leaves
+    ],
+)
+def test_weights_of_more_layers_than_asked_for_are_refused(held: str, refused: str | None) -> None:
+    wanted = [f"model.layers.{layer}.{part}.weight" for layer in range(2) for part in ("norm", "mlp.experts.0.up")]
+    if refused is None:
+        check_depth("folder", [*wanted, held], wanted, [r"\.mtp\."])
+    else:
+        with pytest.raises(ModelRefused, match=refused):
+            check_depth("folder", [*wanted, held], wanted, [r"\.mtp\."])
+
+
+def test_a_share_of_fewer_layers_than_the_files_hold_is_asked_for_not_assumed(folder: Path) -> None:
+    deeper_than_described(folder)
+    with pytest.raises(ModelRefused, match=r"num_hidden_layers is 1 in .* of 2 layers"):
+        load_shard(str(folder), "float32", None, 1, 2)
+    load_shard(str(folder), "float32", 1, 1, 2)

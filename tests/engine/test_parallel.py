@@ -8,7 +8,6 @@ import random
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +33,7 @@ from forerun.runtime.ranks import GroupSpec
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1.0
+BACK_S = 15.0
 _RNG = random.Random(7)
 TOKENS = tuple(_RNG.randrange(256) for _ in range(140))
 
@@ -256,6 +254,28 @@ def test_a_rank_that_is_stopped_for_a_moment_is_waited_for(model: ParallelModel)
     timer.join()
 
 
+def test_a_rank_that_hangs_while_the_group_restarts_is_replaced(
+    model: ParallelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = whole_text(model)
+    launch, hanging = Group.launch, list[int]()
+
+    def launched(group: Group) -> None:
+        launch(group)
+        if not hanging:
+            hanging.extend(group.pids)
+            os.kill(group.pids[0], signal.SIGSTOP)
+
+    monkeypatch.setattr(Group, "launch", launched)
+    began = time.monotonic()
+    with pytest.raises(GroupLost, match=r"the ranks were not ready within [5-9](\.\d+)? s"):
+        model.restart()
+    assert gone(hanging[0])
+    model.restart()
+    assert time.monotonic() - began < BACK_S
+    assert np.array_equal(whole_text(model), before)
+
+
 HOST = """
 import os, sys
 from forerun.runtime.parallel import ParallelModel
@@ -290,79 +310,6 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-# --- starting ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def group(spec: GroupSpec, request: pytest.FixtureRequest) -> Iterator[Group]:
-    made = Group(replace(spec, **getattr(request, "param", {})))
-    yield made
-    made.stop()
-
-
-@pytest.mark.parametrize("group", [{"dtype": "int7"}], indirect=True)
-def test_a_rank_that_cannot_start_says_why(group: Group) -> None:
-    group.launch()
-    with pytest.raises(ModelRefused, match="rank 1 cannot start: dtype 'int7' is not known"):
-        group.assemble()
-    assert all(map(gone, group.pids))
-
-
-@pytest.mark.parametrize("group", [{"context_limit": 1 << 40, "pages": 1 << 40}], indirect=True)
-def test_a_rank_that_runs_out_of_memory_says_so(group: Group) -> None:
-    group.launch()
-    with pytest.raises(ModelRefused, match=r"rank 1 cannot start: (MemoryError|RuntimeError)"):
-        group.assemble()
-
-
-def test_a_rank_that_dies_while_starting_is_named(group: Group) -> None:
-    group.launch()
-    os.kill(group.pids[0], signal.SIGKILL)
-    with pytest.raises(GroupLost, match=r"rank 1 .*was ended by SIGKILL"):
-        group.assemble()
-
-
-@pytest.mark.parametrize("group", [{"ready_s": 0.5}], indirect=True)
-def test_ranks_have_a_deadline_to_be_ready(group: Group) -> None:
-    group.launch()
-    os.kill(group.pids[0], signal.SIGSTOP)
-    with pytest.raises(GroupLost, match=r"not ready within 0\.5 s"):
-        group.assemble()
-    assert all(map(gone, group.pids))
-
-
-def test_strangers_at_the_port_are_turned_away(
-    group: Group, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("forerun.runtime.parallel.HANDSHAKE_S", 0.2)
-    address = group._server.getsockname()
-    silent = socket.create_connection(address)
-    with socket.create_connection(address) as garbage:
-        garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    turned_away: list[type[BaseException]] = []
-
-    def knock() -> None:
-        try:
-            Client(address, authkey=b"guessed").close()
-        except (AuthenticationError, EOFError, OSError) as error:
-            turned_away.append(type(error))
-
-    knocking = threading.Thread(target=knock)
-    knocking.start()
-    group.launch()
-    with caplog.at_level(logging.WARNING):
-        group.assemble()
-    knocking.join()
-    silent.close()
-    assert turned_away
-    assert caplog.text.count("a stranger at the ranks' port") == 3
-
-
-def test_one_rank_is_no_group(spec: GroupSpec) -> None:
-    with pytest.raises(ModelRefused, match="2 ranks or more, not 1"):
-        Group(replace(spec, ranks=1))
 
 
 def test_heads_that_do_not_divide_end_the_start(spec: GroupSpec) -> None:

@@ -286,6 +286,20 @@ class Poisoned(TransformersModel):
         return logits
 
 
+class Unwell(TransformersModel):
+    """The row after one token is no numbers."""
+
+    sick_after = -1
+
+    def forward(self, runs: Sequence[Run]) -> list[NDArray[np.float32]]:
+        logits = super().forward(runs)
+        for run, rows in zip(runs, logits, strict=True):
+            for row in range(len(rows)):
+                if run.tokens[len(run.tokens) - len(rows) + row] == self.sick_after:
+                    rows[row] = float("nan")
+        return logits
+
+
 @pytest.mark.parametrize("length", [3, 300])
 def test_what_is_not_a_number_ends_one_sequence_and_leaves_nothing_behind(folder: str, length: int) -> None:
     """A short prompt, and one whose full pages are known by the time its logits are looked at."""
@@ -335,6 +349,62 @@ def test_a_sick_prompt_in_chunks_leaves_its_company_alone(folder: str) -> None:
     told.settle()
     assert [event.seq for event in told.events if isinstance(event, Refused)] == [sick]
     assert told.answer(seq) == (right, digests)
+
+
+def test_a_sick_prompt_that_is_cancelled_leaves_nothing_behind(folder: str) -> None:
+    """Nobody ever looked at its logits: its pages are scrubbed before somebody else has them."""
+    long, healthy = ([token + (token == 13) for token in prompt] for prompt in prompts(2, 300))
+    right = alone(folder, "float32", [healthy], max_tokens=12)
+    model = model_of(folder, pages=4, kind=Poisoned)
+    model.armed = True  # type: ignore[attr-defined]
+    told = Told(model)
+    sick = told.start([13, *long])
+    told.engine.step()
+    told.engine.step()
+    told.engine.handle("link", Stop(sick))
+    assert model.pages.idle == 0, "nobody finds them"
+    for _ in range(2):
+        seq = told.start(healthy, 12)
+        told.settle()
+        assert [told.answer(seq)] == right
+        model.pages.forget()
+
+
+def test_a_prompt_that_nobody_has_judged_is_shared_with_nobody(folder: str) -> None:
+    """Its beginning is that of a healthy one, its page is sick behind that."""
+    shared, tail, rest = ([token + (token == 13) for token in p] for p in prompts(3, 400))
+    healthy = shared[:60] + tail[:40]
+    right = alone(folder, "float32", [healthy], max_tokens=12)
+    model = model_of(folder, kind=Poisoned)
+    model.armed = True  # type: ignore[attr-defined]
+    told = Told(model)
+    told.start([*shared[:60], 13, *rest])
+    told.engine.step()
+    told.engine.step()
+    seq = told.start(healthy, 12)
+    told.settle()
+    assert [told.answer(seq)] == right
+
+
+def test_tokens_before_a_sick_row_are_told_with_hints_as_without(folder: str) -> None:
+    """A right guess whose own row is no number ends the walk before it, not the request before its time."""
+    prompt = [token + (token == 13) for token in prompts(1, 40)[0]]
+    ((plain, _),) = alone(folder, "float32", [prompt], max_tokens=12)
+    at = 5
+    answers = []
+    for hinted in (False, True):
+        model = model_of(folder, kind=Unwell)
+        model.sick_after = plain[at]  # type: ignore[attr-defined]
+        told = Told(model)
+        seq = told.start(prompt, 12, sources=(Source.MODEL,), max_draft_tokens=8)
+        if hinted:
+            told.engine.step()
+            told.engine.handle("link", Hinted(seq, hint_of([*prompt, plain[0]], [[(token, 0.95) for token in plain[1:]]])))
+        told.settle()
+        assert any(isinstance(event, Refused) for event in told.events)
+        answers.append(told.answer(seq)[0])
+    assert plain.index(plain[at]) == at, "the token is met for the first time"
+    assert answers[0] == plain[: at + 1] == answers[1]
 
 
 def test_prompts_take_turns_and_a_short_one_does_not_wait_for_a_long_one() -> None:

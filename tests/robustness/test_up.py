@@ -10,6 +10,7 @@ import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,68 @@ async def test_killed_up_leaves_no_service_behind() -> None:
     process.kill()
     await process.wait()
     await gone(pids)
+
+
+def attached(log: str) -> int:
+    """How often the worker with this log was."""
+    return Path(log).read_text().count(" attached to 127.0.0.1:")
+
+
+async def line_with(process: Process, text: str) -> str:
+    """The next line that `up` prints with it."""
+    assert process.stderr is not None
+    while line := (await process.stderr.readline()).decode():
+        if text in line:
+            return line
+    raise AssertionError(f"up ended and never said {text!r}")
+
+
+async def test_workers_that_die_are_started_again_and_no_answer_is_lost() -> None:
+    process = await forerun("up", "--target", SIM, "--targets", "2", "--draft", "model,ngram", "--port", "0")
+    address, (_, target, second, draft) = await ready(process)
+    assert re.search(r"KV up to \d+ MiB \([\d,]+ tokens\), 16 .*, on each target", await line_with(process, "KV"))
+    async with Client(address) as client:
+        asked = build_request("hello", temperature=0.0, max_tokens=100)
+        expected = list((await client.generate(asked)).token_ids)
+        streams = [client.stream(asked), client.stream(asked)]
+        for stream in streams:
+            assert (await anext(stream)).HasField("started")
+        for pid, name in ((draft, "draft"), (second, "target-2")):
+            os.kill(pid, signal.SIGKILL)
+            line = await line_with(process, name)
+            found = re.fullmatch(rf"{name} was ended by SIGKILL; starting it again in 0.5 s; its log: (\S+)\n", line)
+            assert found, line
+        for stream in streams:
+            assert [token async for event in stream for token in event.chunk.token_ids] == expected
+        while attached(found[1]) < 2:
+            await client.model_info()
+        os.kill(target, signal.SIGKILL)
+        assert list((await client.generate(asked)).token_ids) == expected
+    process.send_signal(signal.SIGTERM)
+    assert await process.wait() == 0
+
+
+async def test_the_coordinator_s_end_is_the_end() -> None:
+    process = await forerun("up", "--target", SIM, "--draft", "none", "--port", "0")
+    address, pids = await ready(process)
+    generate = await forerun("generate", "--addr", address, "--temperature", "0", "hello")
+    assert generate.stdout is not None
+    await generate.stdout.read(1)
+    os.kill(pids[0], signal.SIGKILL)
+    _, err = await generate.communicate()
+    assert re.match(rf"forerun: the service at {address} stopped in mid-answer; \d+ tokens? had come ", err.decode())
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    assert "forerun: coordinator was ended by SIGKILL:" in err.decode()
+    await gone(pids)
+
+
+async def test_a_worker_that_never_was_ready_ends_it() -> None:
+    process = await forerun("up", "--target", SIM, "--draft", "none", "--tp", "2", "--port", "0")
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    assert "forerun: target ended with status 1:" in err.decode()
+    assert "a simulated model computes nothing: leave --tp out" in err.decode()
 
 
 async def test_interrupted_while_starting() -> None:

@@ -8,15 +8,20 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import grpc
 import pytest
 import typer
+from grpc.aio import Metadata
 from typer.testing import CliRunner, Result
 
 from forerun.client import Client, build_request
+from forerun.commands.failure import CallFailed
 from forerun.commands.generate import generate, run_prompt
+from forerun.rpc.options import server_options
 from forerun.v1 import common_pb2
 from forerun.v1 import generation_pb2 as pb
 from tests.rpc.fake_generation import TRACE_ID, FakeGeneration, answer_to, serving, words
@@ -200,6 +205,30 @@ def test_a_break_in_the_middle_leaves_the_text_on_its_own_line(fake: FakeGenerat
     assert result.exit_code == 1
     assert result.stdout == words(answer_to("hello", 3)) + "\n"
     assert result.stderr == "forerun: INTERNAL: the fake broke\n"
+
+
+def test_the_port_of_workers_is_told_from_the_public_one() -> None:
+    server = grpc.server(ThreadPoolExecutor(1), options=server_options())
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    result = run("--addr", address, "hello")
+    server.stop(None).wait()
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"forerun: {address} does not take requests: it looks like the port that workers")
+
+
+@pytest.mark.parametrize(("tokens", "had"), [(0, "no token had"), (1, "1 token had"), (3, "3 tokens had")])
+async def test_a_service_that_is_gone_in_mid_answer(monkeypatch: pytest.MonkeyPatch, tokens: int, had: str) -> None:
+    async def cut_off(*_: object, **__: object) -> AsyncIterator[pb.GenerateEvent]:
+        yield pb.GenerateEvent(started=pb.Started())
+        if tokens:
+            yield pb.GenerateEvent(chunk=pb.Chunk(token_ids=range(tokens), text="x"))
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata(), "Socket closed")
+
+    async with Client("localhost:1") as client:
+        monkeypatch.setattr(client, "stream", cut_off)
+        with pytest.raises(CallFailed, match=f"^the service at localhost:1 stopped in mid-answer; {had} come"):
+            await run_prompt(client, build_request("hello"), out=io.StringIO(), err=io.StringIO())
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+from coordinator.main import CoordinatorOptions, serve
+from forerun.cli import app
 from forerun.commands import roles
 from forerun.commands.options import parse_cores, parse_size
 from forerun.core.errors import InvalidRequest
-from forerun.up import UpOptions, plan
+from forerun.up import PAUSE_S, Running, UpOptions, free_port, next_pause, plan
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -100,3 +104,40 @@ def test_a_bad_size_ends_the_worker_with_one_line(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(typer.Exit):
         roles.target_worker(["localhost:1"], kv_memory="2 apples")
     assert capsys.readouterr().err.startswith("forerun: a size is auto")
+
+
+@pytest.mark.parametrize("option", ["--port", "--attach-port", "--metrics-port"])
+@pytest.mark.parametrize("port", ["-4", "65536"])
+def test_ports_of_a_coordinator_are_ports(option: str, port: str) -> None:
+    result = CliRunner().invoke(app, ["coordinator", "--model", "sim:", option, port])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["port", "attach_port", "metrics_port"])
+async def test_a_port_in_use_is_named(kind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, other = taken.getsockname()[1], free_port()
+        ports = {"port": other, "attach_port": other, kind: port}
+        with pytest.raises(OSError, match=rf"cannot .* on 127\.0\.0\.1:{port}: "):
+            await serve(CoordinatorOptions("sim:", **ports))
+
+
+async def test_another_port_than_the_one_asked_for_is_refused() -> None:
+    with pytest.raises(OSError, match=r"127\.0\.0\.1:-4: gRPC took port \d+; ports are 1 to 65535"):
+        await serve(CoordinatorOptions("sim:", port=-4))
+
+
+def test_a_worker_that_cannot_start_is_tried_ever_more_seldom() -> None:
+    pauses = [0.0]
+    for _ in range(9):
+        pauses.append(next_pause(pauses[-1], lasted=1.0))
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    assert next_pause(30.0, lasted=PAUSE_S[1]) == 0.5
+
+
+@pytest.mark.parametrize("log", ["", "INFO memory: 1 MiB; KV up to 2 MiB (9 tokens), 1 sequences in a pass\nnext\n"])
+def test_what_kv_may_take_is_passed_on(log: str, tmp_path: Path) -> None:
+    services = plan(UpOptions("sim:", ("none",)), "sim:", 5, tmp_path)
+    (tmp_path / "target.log").write_text(log)
+    assert Running("", services, tmp_path).kv() == ("KV up to 2 MiB (9 tokens), 1 sequences in a pass" if log else "")

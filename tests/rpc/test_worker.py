@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,7 +17,7 @@ from forerun.core.messages import Emit, Start, Stop
 from forerun.core.params import SeqId
 from forerun.rpc.options import server_options
 from forerun.rpc.worker import Worker
-from forerun.v1 import attach_pb2, attach_pb2_grpc, common_pb2, target_pb2
+from forerun.v1 import attach_pb2, attach_pb2_grpc, common_pb2, generation_pb2_grpc, target_pb2
 
 HELLO = attach_pb2.Hello(role=attach_pb2.ROLE_TARGET, worker="w", incarnation="w1", capacity=4)
 
@@ -72,7 +74,7 @@ class FakeEngine:
     def sequence_count(self) -> int:
         return len(self._left)
 
-    def handle(self, link: Any, command: Any) -> None:
+    def handle(self, link: Any, command: Any, arrived: float | None = None) -> None:
         self.handled.append(command)
         if isinstance(command, Start):
             self._left[link, command.seq] = self._tokens
@@ -212,3 +214,62 @@ async def test_stop_is_understood() -> None:
         for _ in range(2):  # a heartbeat later the engine has seen both
             await coordinator.next("heartbeat")
         assert engine.handled[0] == Stop(SeqId("r", 4))
+
+
+class Refusing(attach_pb2_grpc.AttachmentServicer):  # type: ignore[misc]
+    """Turns every worker away, and counts them."""
+
+    def __init__(self) -> None:
+        self.came: asyncio.Queue[None] = asyncio.Queue()
+
+    async def Attach(self, request_iterator: Any, context: Any) -> None:
+        self.came.put_nowait(None)
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this target's model is revision 'a', not 'b'")
+
+
+class Said(logging.Handler):
+    """What the worker logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: asyncio.Queue[str] = asyncio.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.put_nowait(record.getMessage())
+
+
+@asynccontextmanager
+async def turned_away(register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[tuple[str, Said]]:
+    """A worker that dials a server which does not take it: the address, and what it logs."""
+    server = grpc.aio.server(options=server_options())
+    register(server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    worker, said, log = Worker(HELLO, [address]), Said(), logging.getLogger("forerun.rpc.worker")
+    log.addHandler(said)
+    running = asyncio.ensure_future(worker.run(FakeEngine(worker.emit)))
+    try:
+        yield address, said
+    finally:
+        log.removeHandler(said)
+        worker.stop()
+        await running
+        await server.stop(None)
+
+
+async def test_a_refusal_that_lasts_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.rpc.worker.REFUSED_S", 0.0)
+    refusing = Refusing()
+    register = partial(attach_pb2_grpc.add_AttachmentServicer_to_server, refusing)
+    async with turned_away(register) as (address, said):
+        for _ in range(3):
+            await refusing.came.get()
+        line = await said.lines.get()
+        assert line.startswith(f"coordinator {address}: FAILED_PRECONDITION this target's model is revision 'a'")
+        assert said.lines.empty()
+
+
+async def test_the_public_port_is_told_from_the_attach_port() -> None:
+    register = partial(generation_pb2_grpc.add_GenerationServicer_to_server, generation_pb2_grpc.GenerationServicer())
+    async with turned_away(register) as (address, said):
+        assert (await said.lines.get()).startswith(f"coordinator {address}: that is the public port; use the attach")

@@ -61,5 +61,6 @@ def test_other_ranks_get_the_same() -> None:
         mine, theirs = getattr(batch, field.name), getattr(again, field.name)
         assert mine.shape == theirs.shape
         assert np.array_equal(mine, theirs)
+        assert theirs.flags.writeable, "torch warns of arrays that are not"
     empty = lower([Run(KV(Pages(2)).extend(2), (1, 2), 0, 0)], [])
     assert Batch.from_bytes(empty.to_bytes()).copies.shape == (0, 2)

@@ -156,6 +156,9 @@ def test_the_line_for_the_log() -> None:
     line = measured().describe()
     assert "\n" not in line
     assert line.startswith("1: 50 ms, 2: 50 ms, 4: 50 ms, 8: 60 ms") and "256: 680 ms" in line
+    slow = PassCost([(1, 2.5)], tile_s=1.75e-3, row_tile_s=2e-7).describe()
+    assert slow.startswith("1: 2.5 s, ") and slow.endswith("; a tile: 1.75 ms, by row: 0.2 us")
+    assert PassCost([(1, 1.0)], tile_s=0.9996e-3).describe().endswith("a tile: 1 ms, by row: 0 us")
 
 
 observations = st.lists(

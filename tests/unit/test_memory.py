@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.core.errors import ModelRefused
+from forerun.core.pages import TILE
 from forerun.runtime.memory import MIB, MemoryUse, kv_budget, kv_pages, resident_bytes
 
 
@@ -36,9 +37,17 @@ def test_a_group_says_what_each_of_its_ranks_takes() -> None:
     assert str(MemoryUse(0, MIB, MIB, 9, MIB).of_each(3)).startswith("memory of each of 3 ranks: weights 1 MiB")
 
 
+@pytest.mark.parametrize(("asked", "ranks", "less"), [(103, 1, False), (104, 1, True), (207, 2, False), (208, 2, True)])
+def test_kv_that_is_less_than_was_asked_for_says_why(asked: int, ranks: int, less: bool) -> None:
+    """Pages are 4 MiB: what does not fill one is not worth a word."""
+    said = str(MemoryUse(0, 0, 100 * MIB, 25 * TILE, 0, ranks, 16, asked * MIB))
+    assert said.endswith(f"; {asked} MiB were asked for, but so many sequences cannot use more") is less
+
+
 def test_what_is_said_at_start() -> None:
-    said = str(MemoryUse(100 * MIB, 200 * MIB, 300 * MIB, 4000, 50 * MIB))
+    said = str(MemoryUse(100 * MIB, 200 * MIB, 300 * MIB, 38_400, 50 * MIB, sequences=16))
     assert said == (
-        "memory: weights 200 MiB, KV up to 300 MiB (4000 tokens), workspace 50 MiB, beside 100 MiB of program"
+        "memory: weights 200 MiB, workspace 50 MiB, beside 100 MiB of program; "
+        "KV up to 300 MiB (38,400 tokens), 16 sequences in a pass"
     )
     assert resident_bytes() > 10 * MIB

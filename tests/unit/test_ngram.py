@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.core.ngram import LONGEST, SCORES, NgramIndex
+from forerun.core.ngram import LONGEST, RECENT, SCORES, NgramIndex
 
 
 def obvious(tokens: list[int], limit: int) -> tuple[list[int], float]:
@@ -53,6 +57,12 @@ def test_propose_agrees_with_the_obvious_search(tokens: list[int], limit: int) -
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from([0, 1, 1 << 16, 1 + (1 << 16)]), max_size=40), st.integers(0, 4))
+def test_pairs_of_one_hash_are_told_apart(tokens: list[int], limit: int) -> None:
+    assert NgramIndex(tokens).propose(limit) == obvious(tokens, limit)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=8), st.integers(0, 12))
 def test_pieces_make_no_difference(pieces: list[list[int]], limit: int) -> None:
     index = NgramIndex()
@@ -60,6 +70,39 @@ def test_pieces_make_no_difference(pieces: list[list[int]], limit: int) -> None:
         index.extend(piece)
         index.propose(limit)  # asking changes nothing
     assert index.propose(limit) == NgramIndex([token for piece in pieces for token in piece]).propose(limit)
+
+
+def one_by_one(tokens: list[int]) -> NgramIndex:
+    index = NgramIndex()
+    index.extend(tokens)
+    return index
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 30])
+def test_a_sorted_prompt_proposes_what_one_entered_token_by_token_does(vocab: int) -> None:
+    """Also where a pair stood so often that the recent places do not decide."""
+    draw = random.Random(vocab)
+    for _ in range(20):
+        prompt = [draw.randrange(vocab) for _ in range(8 * RECENT)]
+        rare = [vocab, *(draw.randrange(vocab) for _ in range(LONGEST - 1))]  # a run that stood once, long ago
+        prompt[10 : 10 + LONGEST] = rare
+        sorted_at_once, entered = NgramIndex(prompt), one_by_one(prompt)
+        for token in [*rare, *(draw.randrange(vocab) for _ in range(30))]:
+            assert sorted_at_once.propose(6) == entered.propose(6)
+            sorted_at_once.extend([token])
+            entered.extend([token])
+
+
+def test_a_long_prompt_is_not_entered_token_by_token() -> None:
+    draw = random.Random(0)
+    prompt = [draw.randrange(50_000) for _ in range(1 << 15)]
+
+    def seconds(build: Callable[[list[int]], NgramIndex]) -> float:
+        began = time.perf_counter()
+        build(prompt)
+        return time.perf_counter() - began
+
+    assert min(seconds(NgramIndex) for _ in range(5)) < min(seconds(one_by_one) for _ in range(2)) / 8
 
 
 def test_a_longer_match_scores_higher() -> None:
