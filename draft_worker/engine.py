@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 UNKNOWN_WIDTH = 2
 """Nodes grown beside the best one of each sequence while it is not known what a step costs."""
 
+OBSERVED = 4
+"""Every so manieth step says what steps cost: a small model's are so short that looking at each would slow them."""
+
 Link = Hashable
 
 
@@ -173,8 +176,9 @@ class DraftEngine:
         for sequence in {sequence.key: sequence for sequence, _, _ in laid}.values():
             if sequence.key in self._sequences and (hint := sequence.hint()) is not None:
                 self._emit(sequence.link, Hinted(sequence.seq, hint, sequence.traceparent))
-        load = sum((Load.of_run(len(run.tokens), run.start) for _, _, run in laid), Load(0))
-        self._cost.observe(load, self._clock() - began, prompts=any(row == ROOT for _, row, _ in laid))
+        if self.steps % OBSERVED == 0:
+            load = sum((Load.of_run(len(run.tokens), run.start) for _, _, run in laid), Load(0))
+            self._cost.observe(load, self._clock() - began, prompts=any(row == ROOT for _, row, _ in laid))
         return True
 
     def _lay(self, frontier: list[tuple[DraftSequence, int, int]]) -> list[tuple[DraftSequence, int, Run]]:
