@@ -64,7 +64,6 @@ class Session:
         self._want = 0
         self._told_len = 0  # tokens the draft was told of
         self._told_want = 0
-        self._untold = (0, 0)  # accepted and checked positions that it was not told of
         self._next_attempt = next_attempt
         self._replace_target = replace_target
         self._offer_draft = offer_draft
@@ -112,7 +111,7 @@ class Session:
         self._want = want
         self._sync_from(0)
 
-    def _sync_from(self, base_len: int, accepted: int = 0, checked: int = 0) -> None:
+    def _sync_from(self, base_len: int) -> None:
         if self.draft is None:
             return
         params = None
@@ -127,15 +126,14 @@ class Session:
                 known or 1 << 31,
             )
         tokens = tuple(self.ledger.tokens[base_len:])
-        sync = Sync(self._draft_seq, base_len, tokens, self._want, params, accepted, checked, self.traceparent)
+        sync = Sync(self._draft_seq, base_len, tokens, self._want, params, self.traceparent)
         self.draft.send(sync)
-        self._told_len, self._told_want, self._untold = self.ledger.committed_len, self._want, (0, 0)
+        self._told_len, self._told_want = self.ledger.committed_len, self._want
 
-    def _advance_draft(self, emit: Emit) -> None:
+    def _advance_draft(self) -> None:
         """Tell the draft what was committed. One that rests is told when it is wanted again, all at once."""
-        self._untold = (self._untold[0] + emit.hinted_accepted, self._untold[1] + emit.hinted_checked)
         if self._want or self._told_want:
-            self._sync_from(self._told_len, *self._untold)
+            self._sync_from(self._told_len)
 
     # --- what workers say ----------------------------------------------------------------------
 
@@ -161,7 +159,7 @@ class Session:
             self._leave_draft()
         elif self.draft is not None:
             if fresh:
-                self._advance_draft(emit)
+                self._advance_draft()
         elif self.wants_draft:
             self._offer_draft(self)
         self._changed.set()

@@ -208,7 +208,7 @@ class DraftEngine:
             sequence.lose_kv()
 
     def _choose_frontier(self) -> list[tuple[DraftSequence, int, int]]:
-        """(sequence, node, rows it may take): every sequence's best node, then the best of the others while they pay."""
+        """(sequence, node, rows it may take): every sequence's best node, then the best others while they pay."""
         firsts: list[tuple[float, DraftSequence, int]] = []
         others: list[tuple[float, DraftSequence, int]] = []
         for sequence in self._sequences.values():
@@ -229,7 +229,7 @@ class DraftEngine:
     def _paying(
         self, firsts: list[tuple[float, DraftSequence, int]], others: list[tuple[float, DraftSequence, int]]
     ) -> int:
-        """How many of `others`, best first, to grow beside `firsts`: the most that is reached per second of the step."""
+        """How many of `others`, best first, to grow beside `firsts`: what is most worth for the time it takes."""
         load = Load(sum(max(1, sequence.debt) for _, sequence, _ in firsts))
         seconds = self._cost.along(load, np.zeros(len(others), dtype=np.int64))
         if not firsts or seconds[0] <= 0.0:

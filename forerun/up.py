@@ -68,6 +68,7 @@ class UpOptions:
     max_sequences: int = 16
     kv_memory: int | None = None  # bytes of each target; None: from what is free
     tp: int = 1
+    chains: bool = False
     target_cores: tuple[int, ...] = ()  # none: all
     draft_cores: tuple[int, ...] = ()
 
@@ -210,6 +211,7 @@ def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[
     target += ["--lookahead", str(options.lookahead), "--max-sequences", str(options.max_sequences)]
     target += ["--tp", str(options.tp), *_pinned(options.target_cores)]
     target += [] if options.kv_memory is None else ["--kv-memory", str(options.kv_memory)]
+    target += ["--chains"] if options.chains else []
     target += [] if "ngram" in options.draft else ["--no-ngram"]
     for number in range(1, options.targets + 1):
         name = TARGET if number == 1 else f"{TARGET}-{number}"

@@ -50,6 +50,7 @@ class TargetConfig:
     row_budget: int = 256  # rows of a pass
     prefill_chunk: int = 128  # prompt rows of one sequence in a pass
     ngram: bool = True  # prompt and output lookup in this process
+    chains: bool = False  # check only the likeliest line; branches then serve as the next proposal alone
     lead: int = 16  # nodes wanted from a draft, per node that may be checked
 
 
@@ -64,7 +65,6 @@ class _Settled:
     decided: Walk
     finish: Finish | None
     fresh: int
-    hinted: tuple[int, int]  # by drafts: positions guessed, accepted
     digests: tuple[int, ...]
 
 
@@ -210,7 +210,7 @@ class TargetEngine:
 
     def _plan(self) -> list[Share[TargetSequence]]:
         self.lineup.admit()
-        waiting = [sequence.waiting() for sequence in self.lineup.running]
+        waiting = [sequence.waiting(chains=self._config.chains) for sequence in self.lineup.running]
         return plan_pass(waiting, self._config.row_budget, self._config.prefill_chunk, self._cost)
 
     def _observe_rate(self, began: float) -> None:
@@ -258,11 +258,10 @@ class TargetEngine:
         checked = [node for node in rows if node]
         decided = sequence.judge(rows)
         fresh = sequence.fresh(decided.path)
-        depth, drafted_depth = sequence.deepest(checked), sequence.deepest(sequence.drafted(checked))
-        hinted = (drafted_depth, len(sequence.drafted(decided.path)))
+        depth = sequence.deepest(checked)
         digests = sequence.digests(decided, rows)
         finish = sequence.commit(decided, checked, self._clock())
-        return _Settled(base_len, len(checked), depth, len(logits) > 1, decided, finish, fresh, hinted, digests)
+        return _Settled(base_len, len(checked), depth, len(logits) > 1, decided, finish, fresh, digests)
 
     def _tell(self, sequence: TargetSequence, settled: _Settled, started_ns: int) -> None:
         """Span, Emit, and the end if it is one."""
@@ -294,8 +293,6 @@ class TargetEngine:
             finish=settled.finish,
             cached=sequence.found or 0,
             traceparent=sequence.traceparent,
-            hinted_checked=settled.hinted[0],
-            hinted_accepted=settled.hinted[1],
             digests=settled.digests,
             preempted=sequence.preempted,
             windows=(settled.nodes,),

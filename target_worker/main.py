@@ -25,11 +25,12 @@ class TargetOptions:
     lookahead: int = 8
     max_sequences: int = 16
     ngram: bool = True  # offer prompt and output lookup
+    chains: bool = False
 
 
 async def serve(options: TargetOptions) -> None:
     """Runs until SIGTERM or SIGINT. Raises ModelRefused."""
-    config = TargetConfig(max_sequences=options.max_sequences, ngram=options.ngram)
+    config = TargetConfig(max_sequences=options.max_sequences, ngram=options.ngram, chains=options.chains)
     lane = Lane("engine")
     loaded, cost = await asyncio.wrap_future(lane.run(lambda: _prepared(options, config)))
     log.info("a pass by its rows: %s", cost.describe())

@@ -149,7 +149,7 @@ class TargetSequence:
 
     # --- a pass --------------------------------------------------------------------------------
 
-    def waiting(self) -> Waiting[TargetSequence]:
+    def waiting(self, chains: bool = False) -> Waiting[TargetSequence]:
         """What the next pass could do for it; asks the n-gram index first."""
         most_nodes = self.most_nodes
         if self._ngram is not None and self.decoding:
@@ -162,7 +162,7 @@ class TargetSequence:
             self.kv.cached_len,
             tree,
             most_nodes,
-            self.params.sampling.chain_only,
+            chains or self.params.sampling.chain_only,
             chances.__getitem__,
             self.trust[next(iter(self.trust))].chance(TYPICAL, 1) if self.trust else TYPICAL,
         )

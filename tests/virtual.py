@@ -19,6 +19,7 @@ from coordinator.session import Session
 from draft_worker.engine import DraftConfig, DraftEngine
 from forerun.core.messages import TargetParams
 from forerun.core.params import Source
+from forerun.runtime.calibrate import measure
 from forerun.runtime.sim import SimModel, SimSpec
 from forerun.v1 import attach_pb2
 from target_worker.engine import TargetConfig, TargetEngine
@@ -65,10 +66,14 @@ class VirtualCluster(Cluster):
         turns = _Turns(self._own)
         model = SimModel(spec, draft, turns.sleep, clock=lambda: turns.base)
 
+        cost = measure(model, 64 if draft else 256, lambda: turns.base)
+        turns.base = 0.0
+
         def make(emit: Any) -> Any:
+            rest = {"clock": lambda: turns.now, "cost": cost}
             if draft:
-                return DraftEngine(model, spec.vocab, DraftConfig(**config), emit, clock=lambda: turns.now)
-            return TargetEngine(model, spec.vocab, TargetConfig(**config), emit, clock=lambda: turns.now)
+                return DraftEngine(model, spec.vocab, DraftConfig(**config), emit, **rest)
+            return TargetEngine(model, spec.vocab, TargetConfig(**config), emit, **rest)
 
         role = attach_pb2.ROLE_DRAFT if draft else attach_pb2.ROLE_TARGET
         worker = self._attach(role, make, [Source.MODEL] if draft else [Source.NGRAM], 1)

@@ -16,6 +16,7 @@ from forerun.commands.bench_interfere import InterferePlan
 from forerun.commands.bench_prefix import PrefixPlan
 from forerun.commands.exact import SCENARIOS
 from forerun.commands.options import (
+    Chains,
     DraftCores,
     KvMemory,
     Layers,
@@ -33,7 +34,7 @@ from forerun.commands.scenarios import BATCH, ScenarioPlan, run_scenarios
 from forerun.core.errors import InvalidRequest
 from forerun.up import UpOptions, source_names
 
-OF_OWN_SERVICES = {"target", "draft", "layers", "lookahead", "max_sequences", "kv_memory", "tp"}
+OF_OWN_SERVICES = {"target", "draft", "layers", "lookahead", "chains", "max_sequences", "kv_memory", "tp"}
 OF_OWN_SERVICES |= {"target_cores", "draft_cores"}
 """Options that say how services of our own are started."""
 
@@ -126,6 +127,7 @@ def bench(
     draft: Annotated[str, typer.Option(help="The hint sources of our own services.")] = "early_exit,ngram",
     layers: Layers = 8,
     lookahead: Lookahead = 8,
+    chains: Chains = False,
     max_sequences: MaxSequences = 16,
     kv_memory: KvMemory = "auto",
     tp: Tp = 1,
@@ -170,6 +172,7 @@ def bench(
             port=0,
             dtype=dtype.value,
             lookahead=lookahead,
+            chains=chains,
             early_exit_layers=layers,
             threads=threads or 0,
             max_sequences=max_sequences,

@@ -36,6 +36,7 @@ KvMemory = Annotated[
 ]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallelism: processes that share the target's weights.")]
 Lookahead = Annotated[int, typer.Option(min=0, max=64, help="Nodes checked in a pass, unless a request says.")]
+Chains = Annotated[bool, typer.Option("--chains", help="Check the likeliest line of a tree alone.")]
 MaxSequences = Annotated[int, typer.Option(min=1, help="Sequences in a pass of the target; more wait.")]
 TargetCores = Annotated[str, typer.Option(help="Pin target workers to these cores, as 0,1. Default: all.")]
 DraftCores = Annotated[str, typer.Option(help="Pin the draft worker to these cores. Default: all.")]

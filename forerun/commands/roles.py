@@ -21,6 +21,7 @@ from forerun.client import Client
 from forerun.commands import failure
 from forerun.commands.generate import has_chat_template, prompt_request, run_prompt
 from forerun.commands.options import (
+    Chains,
     Cores,
     Device,
     DraftCores,
@@ -76,6 +77,7 @@ def target_worker(
     threads: Threads = 1,
     lookahead: Lookahead = 8,
     max_sequences: MaxSequences = 16,
+    chains: Chains = False,
     ngram: Annotated[bool, typer.Option("--ngram/--no-ngram", help="Offer prompt and output lookup.")] = True,
     kv_memory: KvMemory = "auto",
     tp: Tp = 1,
@@ -88,7 +90,7 @@ def target_worker(
 
     def options() -> TargetOptions:
         load = LoadOptions(model, dtype, threads, kv_memory=parse_size(kv_memory), tp=tp, device=device)
-        return TargetOptions(load, attach, lookahead, max_sequences, ngram)
+        return TargetOptions(load, attach, lookahead, max_sequences, ngram, chains)
 
     _run(lambda: serve(options()), cores)
 
@@ -100,7 +102,9 @@ def draft_worker(
     threads: Threads = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="Early exit: only the first layers of the model.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences drafted for at once.")] = 64,
-    width: Annotated[int, typer.Option(min=1, help="Most tree nodes grown in one step; fewer while more would not pay.")] = 12,
+    width: Annotated[
+        int, typer.Option(min=1, help="Most tree nodes grown in a step; fewer while more do not pay.")
+    ] = 12,
     device: OnDevice = Device.AUTO,
     cores: Cores = "",
 ) -> None:

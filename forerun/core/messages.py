@@ -69,8 +69,6 @@ class Emit:
     finish: Finish | None = None
     cached: int = 0  # prompt tokens found in KV
     traceparent: str = ""
-    hinted_checked: int = 0  # of `drafted`, those a draft guessed
-    hinted_accepted: int = 0  # of `accepted`, those a draft gave
     digests: tuple[int, ...] = ()  # 64 bits of the logits that picked each token; empty unless asked for
     preempted: int = 0  # times the sequence lost its KV to others since the Emit before
     windows: tuple[int, ...] = ()  # nodes checked, pass by pass, at least `drafted` in all; empty: not told
@@ -88,8 +86,6 @@ class Emit:
             passes=self.passes + later.passes,
             started_ns=self.started_ns,
             cached=self.cached,
-            hinted_checked=self.hinted_checked + later.hinted_checked,
-            hinted_accepted=self.hinted_accepted + later.hinted_accepted,
             digests=self.digests + later.digests,
             preempted=self.preempted + later.preempted,
             windows=self.windows + later.windows,
@@ -121,23 +117,18 @@ class Sync:
     tokens: tuple[int, ...]
     want: int
     params: DraftParams | None = None
-    accepted: int = 0  # of the `checked` nodes since the last Sync
-    checked: int = 0
     traceparent: str = ""
 
     def then(self, later: Sync) -> Sync:
         """Both as one message, while the first has not been looked at."""
         keep = later.base_len - self.base_len
-        accepted, checked = self.accepted + later.accepted, self.checked + later.checked
         if not 0 <= keep <= len(self.tokens):  # it starts over (or leaves a gap, which the worker will say)
-            return replace(later, accepted=accepted, checked=checked)
+            return later
         return replace(
             later,
             base_len=self.base_len,
             tokens=self.tokens[:keep] + later.tokens,
             params=later.params or self.params,
-            accepted=accepted,
-            checked=checked,
         )
 
 

@@ -56,7 +56,7 @@ class Patience:
         del self._asked[:-UNANSWERED]
 
     def hinted(self, base_len: int, now: float) -> None:
-        """A hint arrived at `now`, from a draft that knew of `base_len` tokens. Others than answers come all the time."""
+        """A hint arrived at `now`, from a draft that knew of `base_len` tokens; it may answer no Emit."""
         answered = [at for length, at in self._asked if length <= base_len]
         if answered:
             self._lag_s = _mean(self._lag_s, max(0.0, now - answered[-1]))

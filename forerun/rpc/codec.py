@@ -228,8 +228,6 @@ def target_event_of(message: target_pb2.TargetEvent) -> TargetEvent:
                 Finish(emit.finish) if emit.finish in (1, 2) else None,
                 emit.cached,
                 emit.traceparent,
-                emit.hinted_checked,
-                emit.hinted_accepted,
                 tuple(emit.digests),
                 emit.preempted,
                 tuple(emit.timings.windows),
@@ -262,8 +260,6 @@ def put_target_event(event: TargetEvent) -> target_pb2.TargetEvent:
                 finish=_number(event.finish or 0),
                 cached=event.cached,
                 traceparent=event.traceparent,
-                hinted_checked=event.hinted_checked,
-                hinted_accepted=event.hinted_accepted,
                 digests=event.digests,
                 preempted=event.preempted,
                 branched=event.branched,
@@ -298,8 +294,6 @@ def draft_command_of(message: draft_pb2.DraftCommand) -> DraftCommand:
                 tuple(sync.tokens),
                 sync.want,
                 params,
-                sync.accepted,
-                sync.checked,
                 sync.traceparent,
             )
         case "close":
@@ -315,8 +309,6 @@ def put_draft_command(command: DraftCommand) -> draft_pb2.DraftCommand:
                 base_len=command.base_len,
                 tokens=command.tokens,
                 want=command.want,
-                accepted=command.accepted,
-                checked=command.checked,
                 traceparent=command.traceparent,
             )
             if command.params is not None:

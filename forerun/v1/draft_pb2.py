@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from forerun.v1 import common_pb2 as forerun_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66orerun/v1/draft.proto\x12\nforerun.v1\x1a\x17\x66orerun/v1/common.proto\"\x86\x01\n\x0b\x44raftParams\x12&\n\x08sampling\x18\x01 \x01(\x0b\x32\x14.forerun.v1.Sampling\x12\x11\n\tremaining\x18\x02 \x01(\r\x12\x15\n\rend_token_ids\x18\x03 \x03(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x11\n\tends_from\x18\x05 \x01(\r\"\xb5\x01\n\x04Sync\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04want\x18\x04 \x01(\r\x12\'\n\x06params\x18\x05 \x01(\x0b\x32\x17.forerun.v1.DraftParams\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12\x0f\n\x07\x63hecked\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\":\n\x05\x43lose\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\"\\\n\x0c\x44raftCommand\x12 \n\x04sync\x18\x01 \x01(\x0b\x32\x10.forerun.v1.SyncH\x00\x12\"\n\x05\x63lose\x18\x02 \x01(\x0b\x32\x11.forerun.v1.CloseH\x00\x42\x06\n\x04kind\"[\n\x04Hint\x12\x10\n\x08\x62\x61se_len\x18\x01 \x01(\r\x12\x0c\n\x04tail\x18\x02 \x03(\r\x12\x1e\n\x04tree\x18\x03 \x01(\x0b\x32\x10.forerun.v1.Tree\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\":\n\x0cHintEnvelope\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x0c\n\x04hint\x18\x02 \x01(\x0c\"J\n\x03Gap\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x10\n\x08have_len\x18\x02 \x01(\r\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\"_\n\x07Refused\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\x86\x01\n\nDraftEvent\x12(\n\x04hint\x18\x01 \x01(\x0b\x32\x18.forerun.v1.HintEnvelopeH\x00\x12\x1e\n\x03gap\x18\x02 \x01(\x0b\x32\x0f.forerun.v1.GapH\x00\x12&\n\x07refused\x18\x03 \x01(\x0b\x32\x13.forerun.v1.RefusedH\x00\x42\x06\n\x04kindb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66orerun/v1/draft.proto\x12\nforerun.v1\x1a\x17\x66orerun/v1/common.proto\"\x86\x01\n\x0b\x44raftParams\x12&\n\x08sampling\x18\x01 \x01(\x0b\x32\x14.forerun.v1.Sampling\x12\x11\n\tremaining\x18\x02 \x01(\r\x12\x15\n\rend_token_ids\x18\x03 \x03(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x11\n\tends_from\x18\x05 \x01(\r\"\x9e\x01\n\x04Sync\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04want\x18\x04 \x01(\r\x12\'\n\x06params\x18\x05 \x01(\x0b\x32\x17.forerun.v1.DraftParams\x12\x13\n\x0btraceparent\x18\x08 \x01(\tJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\":\n\x05\x43lose\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\"\\\n\x0c\x44raftCommand\x12 \n\x04sync\x18\x01 \x01(\x0b\x32\x10.forerun.v1.SyncH\x00\x12\"\n\x05\x63lose\x18\x02 \x01(\x0b\x32\x11.forerun.v1.CloseH\x00\x42\x06\n\x04kind\"[\n\x04Hint\x12\x10\n\x08\x62\x61se_len\x18\x01 \x01(\r\x12\x0c\n\x04tail\x18\x02 \x03(\r\x12\x1e\n\x04tree\x18\x03 \x01(\x0b\x32\x10.forerun.v1.Tree\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\":\n\x0cHintEnvelope\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x0c\n\x04hint\x18\x02 \x01(\x0c\"J\n\x03Gap\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x10\n\x08have_len\x18\x02 \x01(\r\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\"_\n\x07Refused\x12\x1c\n\x03seq\x18\x01 \x01(\x0b\x32\x0f.forerun.v1.Seq\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\x86\x01\n\nDraftEvent\x12(\n\x04hint\x18\x01 \x01(\x0b\x32\x18.forerun.v1.HintEnvelopeH\x00\x12\x1e\n\x03gap\x18\x02 \x01(\x0b\x32\x0f.forerun.v1.GapH\x00\x12&\n\x07refused\x18\x03 \x01(\x0b\x32\x13.forerun.v1.RefusedH\x00\x42\x06\n\x04kindb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTPARAMS']._serialized_start=64
   _globals['_DRAFTPARAMS']._serialized_end=198
   _globals['_SYNC']._serialized_start=201
-  _globals['_SYNC']._serialized_end=382
-  _globals['_CLOSE']._serialized_start=384
-  _globals['_CLOSE']._serialized_end=442
-  _globals['_DRAFTCOMMAND']._serialized_start=444
-  _globals['_DRAFTCOMMAND']._serialized_end=536
-  _globals['_HINT']._serialized_start=538
-  _globals['_HINT']._serialized_end=629
-  _globals['_HINTENVELOPE']._serialized_start=631
-  _globals['_HINTENVELOPE']._serialized_end=689
-  _globals['_GAP']._serialized_start=691
-  _globals['_GAP']._serialized_end=765
-  _globals['_REFUSED']._serialized_start=767
-  _globals['_REFUSED']._serialized_end=862
-  _globals['_DRAFTEVENT']._serialized_start=865
-  _globals['_DRAFTEVENT']._serialized_end=999
+  _globals['_SYNC']._serialized_end=359
+  _globals['_CLOSE']._serialized_start=361
+  _globals['_CLOSE']._serialized_end=419
+  _globals['_DRAFTCOMMAND']._serialized_start=421
+  _globals['_DRAFTCOMMAND']._serialized_end=513
+  _globals['_HINT']._serialized_start=515
+  _globals['_HINT']._serialized_end=606
+  _globals['_HINTENVELOPE']._serialized_start=608
+  _globals['_HINTENVELOPE']._serialized_end=666
+  _globals['_GAP']._serialized_start=668
+  _globals['_GAP']._serialized_end=742
+  _globals['_REFUSED']._serialized_start=744
+  _globals['_REFUSED']._serialized_end=839
+  _globals['_DRAFTEVENT']._serialized_start=842
+  _globals['_DRAFTEVENT']._serialized_end=976
 # @@protoc_insertion_point(module_scope)

@@ -21,24 +21,20 @@ class DraftParams(_message.Message):
     def __init__(self, sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., remaining: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., ends_from: _Optional[int] = ...) -> None: ...
 
 class Sync(_message.Message):
-    __slots__ = ("seq", "base_len", "tokens", "want", "params", "accepted", "checked", "traceparent")
+    __slots__ = ("seq", "base_len", "tokens", "want", "params", "traceparent")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     WANT_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    CHECKED_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     seq: _common_pb2.Seq
     base_len: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     want: int
     params: DraftParams
-    accepted: int
-    checked: int
     traceparent: str
-    def __init__(self, seq: _Optional[_Union[_common_pb2.Seq, _Mapping]] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., want: _Optional[int] = ..., params: _Optional[_Union[DraftParams, _Mapping]] = ..., accepted: _Optional[int] = ..., checked: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, seq: _Optional[_Union[_common_pb2.Seq, _Mapping]] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., want: _Optional[int] = ..., params: _Optional[_Union[DraftParams, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("seq", "traceparent")

@@ -84,7 +84,7 @@ class Timings(_message.Message):
     def __init__(self, started_ns: _Optional[int] = ..., ended_ns: _Optional[int] = ..., passes: _Optional[int] = ..., drafted: _Optional[int] = ..., windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Emit(_message.Message):
-    __slots__ = ("seq", "base_len", "tokens", "accepted", "want", "timings", "finish", "cached", "traceparent", "hinted_checked", "hinted_accepted", "digests", "preempted", "branched", "hits")
+    __slots__ = ("seq", "base_len", "tokens", "accepted", "want", "timings", "finish", "cached", "traceparent", "digests", "preempted", "branched", "hits")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -94,8 +94,6 @@ class Emit(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    HINTED_CHECKED_FIELD_NUMBER: _ClassVar[int]
-    HINTED_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     BRANCHED_FIELD_NUMBER: _ClassVar[int]
@@ -109,13 +107,11 @@ class Emit(_message.Message):
     finish: Finish
     cached: int
     traceparent: str
-    hinted_checked: int
-    hinted_accepted: int
     digests: _containers.RepeatedScalarFieldContainer[int]
     preempted: int
     branched: int
     hits: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, seq: _Optional[_Union[_common_pb2.Seq, _Mapping]] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., want: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., finish: _Optional[_Union[Finish, str]] = ..., cached: _Optional[int] = ..., traceparent: _Optional[str] = ..., hinted_checked: _Optional[int] = ..., hinted_accepted: _Optional[int] = ..., digests: _Optional[_Iterable[int]] = ..., preempted: _Optional[int] = ..., branched: _Optional[int] = ..., hits: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, seq: _Optional[_Union[_common_pb2.Seq, _Mapping]] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., want: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., finish: _Optional[_Union[Finish, str]] = ..., cached: _Optional[int] = ..., traceparent: _Optional[str] = ..., digests: _Optional[_Iterable[int]] = ..., preempted: _Optional[int] = ..., branched: _Optional[int] = ..., hits: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TargetEvent(_message.Message):
     __slots__ = ("emit", "gap", "refused")

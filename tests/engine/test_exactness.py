@@ -254,9 +254,9 @@ async def test_a_missing_kv_cut_is_seen(
         self.kv.cached_len -= rejected
         return runs
 
-    def commit_without_cut(self: Any, decided: Any, checked: Any, **sick: Any) -> Any:
+    def commit_without_cut(self: Any, decided: Any, checked: Any, now: float) -> Any:
         uncut[self] = uncut.get(self, 0) + len(checked) - decided.accepted
-        return commit(self, decided, checked, **sick)
+        return commit(self, decided, checked, now)
 
     monkeypatch.setattr(TargetSequence, "lay", lay_after_uncut)
     monkeypatch.setattr(TargetSequence, "commit", commit_without_cut)

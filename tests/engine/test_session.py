@@ -271,9 +271,9 @@ async def test_a_draft_that_rests_is_told_all_at_once_when_it_is_wanted_again(ro
     await router.place(session)
     await settle()
 
-    def emit(base_len: int, want: int, checked: int = 0) -> None:
+    def emit(base_len: int, want: int) -> None:
         seq = target.last(Start).seq
-        session.on_emit(target.link, Emit(seq, base_len, (base_len,), 0, checked, 1, want, hinted_checked=checked))
+        session.on_emit(target.link, Emit(seq, base_len, (base_len,), 0, 0, 1, want))
 
     def told() -> list[tuple[int, tuple[int, ...], int]]:
         return [(sync.base_len, sync.tokens, sync.want) for sync in draft.sent if isinstance(sync, Sync)]
@@ -282,12 +282,11 @@ async def test_a_draft_that_rests_is_told_all_at_once_when_it_is_wanted_again(ro
     before = len(told())
     emit(4, want=0)
     assert told()[before:] == [(4, (4,), 0)], "that it may rest it is told at once"
-    emit(5, want=0, checked=2)
+    emit(5, want=0)
     emit(6, want=0)
     assert len(told()) == before + 1
     emit(7, want=2)
     assert told()[-1] == (5, (5, 6, 7), 2)
-    assert draft.last(Sync).checked == 2
     emit(8, want=2)
     assert told()[-1] == (8, (8,), 2)
 

@@ -399,7 +399,9 @@ def test_tokens_before_a_sick_row_are_told_with_hints_as_without(folder: str) ->
         seq = told.start(prompt, 12, sources=(Source.MODEL,), max_draft_tokens=8)
         if hinted:
             told.engine.step()
-            told.engine.handle("link", Hinted(seq, hint_of([*prompt, plain[0]], [[(token, 0.95) for token in plain[1:]]])))
+            told.engine.handle(
+                "link", Hinted(seq, hint_of([*prompt, plain[0]], [[(token, 0.95) for token in plain[1:]]]))
+            )
         told.settle()
         assert any(isinstance(event, Refused) for event in told.events)
         answers.append(told.answer(seq)[0])

@@ -34,13 +34,13 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 TARGET_COMMANDS = [Start(SEQ, 2, (1, 2, 3), TARGET_PARAMS, PARENT), Stop(SEQ, PARENT)]
 TARGET_EVENTS = [
-    Emit(SEQ, 4, (5, 6), 1, 2, 1, 24, 10, 20, None, 3, PARENT, 2, 1, (0, (1 << 64) - 1), 6, (2, 0), 1),
+    Emit(SEQ, 4, (5, 6), 1, 2, 1, 24, 10, 20, None, 3, PARENT, (0, (1 << 64) - 1), 6, (2, 0), 1),
     Emit(SEQ, 4, (5,), 0, 0, 1, 0, finish=Finish.LENGTH),
     Gap(SEQ, 7, PARENT),
     Refused(SEQ, "no", True, PARENT),
 ]
 DRAFT_COMMANDS = [
-    Sync(SEQ, 0, (1, 2), 16, DraftParams(SAMPLING, 30, frozenset({2}), 7, 99), 1, 2, PARENT),
+    Sync(SEQ, 0, (1, 2), 16, DraftParams(SAMPLING, 30, frozenset({2}), 7, 99), PARENT),
     Sync(SEQ, 5, (), 0),
     Close(SEQ, PARENT),
 ]
@@ -168,7 +168,7 @@ def test_merged_emits_keep_a_digest_per_token_and_a_window_per_pass() -> None:
 
 def test_syncs_merge_while_unsent() -> None:
     params = DraftParams(SAMPLING, 30)
-    first = Sync(SEQ, 0, (1, 2, 3), 16, params, 1, 2)
-    assert first.then(Sync(SEQ, 3, (4,), 8, None, 1, 1)) == Sync(SEQ, 0, (1, 2, 3, 4), 8, params, 2, 3)
+    first = Sync(SEQ, 0, (1, 2, 3), 16, params)
+    assert first.then(Sync(SEQ, 3, (4,), 8)) == Sync(SEQ, 0, (1, 2, 3, 4), 8, params)
     assert first.then(Sync(SEQ, 1, (9,), 8)).tokens == (1, 9)
-    assert first.then(Sync(SEQ, 7, (9,), 8, None, 1, 1)) == Sync(SEQ, 7, (9,), 8, None, 2, 3)
+    assert first.then(Sync(SEQ, 7, (9,), 8)) == Sync(SEQ, 7, (9,), 8)
