@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from forerun import __version__
 from forerun.core.errors import ModelRefused
 from forerun.runtime.demo_model import demo_folder
-from forerun.runtime.folders import check_shapes, header_bytes, read_entries, weight_files
+from forerun.runtime.folders import check_depth, check_shapes, header_bytes, read_entries, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -104,7 +104,10 @@ def load_causal_lm(folder: str, dtype: str, layers: int | None = None, attention
 
     config, outline = described(folder, dtype, layers, attention)
     shapes = {name: tuple(weight.shape) for name, weight in outline.state_dict().items()}
-    check_shapes(folder, read_entries(folder), shapes)
+    entries = read_entries(folder)
+    if layers is None:
+        check_depth(folder, entries, shapes, outline._keys_to_ignore_on_load_unexpected or ())
+    check_shapes(folder, entries, shapes)
     with _quiet_transformers():
         try:
             found: Any = AutoModelForCausalLM.from_pretrained(

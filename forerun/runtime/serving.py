@@ -81,6 +81,8 @@ def load(options: LoadOptions, *, draft: bool, sequences: int) -> Loaded:
         kv = pages * TILE * SIM_TOKEN_BYTES
         use = MemoryUse(resident_bytes(), 0, kv, pages * TILE, 0, sequences=sequences, asked=options.kv_memory)
         return Loaded(simulated, text.vocab_size, folder, folder, text.eos_token_ids, lambda: use)
+    if text.context_limit < 2:
+        raise ModelRefused(f"{folder} states a context of {text.context_limit} tokens; at least 2 are needed")
     import torch
 
     import forerun.runtime.forward  # noqa: F401  what is imported is no part of the model

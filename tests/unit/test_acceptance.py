@@ -4,21 +4,146 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.core.acceptance import CORRECTION, PRIOR, Acceptance, Calibration
+from forerun.core.acceptance import CORRECTION, DRAWN, EVEN, MEAN_DECAY, WEIGHT, Acceptance, Calibration, Mean
 
 
-def test_a_chain_that_breaks_off_is_one_miss() -> None:
+SURENESS = st.none() | st.floats(0.0, 1.0)
+
+
+def see(acceptance: Acceptance, count: int, right: bool, sure: float | None = 0.9) -> None:
+    """First guesses of this sureness, all right or all wrong; there was no runner-up."""
+    for _ in range(count):
+        acceptance.observe(sure, None, 1, 1 if right else 2, None)
+
+
+# --- a draft's own guesses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sure", [0.0, 0.5, 1.0])
+def test_until_something_is_seen_a_guess_is_worth_what_drafts_usually_are(sure: float) -> None:
     acceptance = Acceptance()
-    assert acceptance.first == pytest.approx(PRIOR)
-    acceptance.observe(2, 4)
-    assert acceptance.first == pytest.approx((2 + 4 * PRIOR) / (3 + 4))
-    assert acceptance.second == pytest.approx((1 - acceptance.first) * CORRECTION)
-    acceptance.observe(0, 0)
-    assert acceptance.first == pytest.approx((2 + 4 * PRIOR) / (3 + 4))
+    assert acceptance.first(sure) == pytest.approx(EVEN[0] + EVEN[1] * sure)
+    wrong = 1.0 - acceptance.first(sure)
+    assert acceptance.second(sure, 0.3) == pytest.approx(wrong * (CORRECTION[0] + CORRECTION[1] * 0.3))
+    assert acceptance.first(None) == DRAWN
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_what_was_known_before_counts_for_some_guesses(right: bool) -> None:
+    acceptance, known = Acceptance(), Acceptance().first(0.9)
+    see(acceptance, 1, right)
+    assert acceptance.first(0.9) == pytest.approx((right + known * WEIGHT) / (1.0 + WEIGHT))
+
+
+@pytest.mark.parametrize(("seen", "other", "together"), [
+    (0.9, 0.85, True), (0.9, 0.94, True), (0.9, 0.84, False), (0.9, 0.95, False), (0.9, 0.2, False),
+    (1.0, 0.95, True), (0.0, 0.09, True), (0.0, 0.1, False), (None, None, True), (None, 0.0, False), (0.0, None, False),
+])  # fmt: skip
+def test_guesses_of_like_sureness_are_judged_together(seen: float | None, other: float | None, together: bool) -> None:
+    acceptance = Acceptance()
+    see(acceptance, 20, False, seen)
+    assert (acceptance.first(other) < Acceptance().first(other)) == together
+
+
+def test_the_runner_up_has_a_share_of_what_the_first_leaves() -> None:
+    acceptance = Acceptance()
+    for _ in range(300):
+        acceptance.observe(0.6, 0.9, 2, 1, 2)  # always the runner-up
+    assert acceptance.first(0.6) < 0.05
+    assert acceptance.second(0.6, 0.9) > 0.9
+    see(acceptance, 500, True, 0.6)
+    assert acceptance.second(0.6, 0.9) < 0.1, "a first guess that is right leaves it nothing"
+
+
+def second_when_wrong(acceptance: Acceptance, share: float = 0.5) -> float:
+    """Chance of the runner-up given that the first guess is wrong."""
+    return acceptance.second(0.6, share) / (1.0 - acceptance.first(0.6))
+
+
+@pytest.mark.parametrize(("share", "token", "second", "change"), [
+    (0.5, 1, 2, 0),  # the first was right: nothing is said about the runner-up
+    (0.5, 2, 2, 1),
+    (0.5, 3, 2, -1),
+    (0.5, 3, None, 0),  # there was none
+    (0.9, 3, 2, 0),  # one of another share was wrong
+])  # fmt: skip
+def test_the_runner_up_is_judged_where_the_first_was_wrong(
+    share: float, token: int, second: int | None, change: int
+) -> None:
+    acceptance = Acceptance()
+    before = second_when_wrong(acceptance)
+    acceptance.observe(0.6, share, token, 1, second)
+    assert np.sign(round(second_when_wrong(acceptance) - before, 9)) == change
+
+
+def test_a_new_sequence_begins_with_what_others_saw() -> None:
+    pool = Acceptance()
+    one = Acceptance(pool)
+    see(one, 30, False)
+    for _ in range(30):
+        one.observe(0.2, 0.5, 2, 1, 2)
+    heir = Acceptance(pool)
+    assert heir.first(0.9) == pytest.approx(pool.first(0.9)) and pool.first(0.9) < 0.2
+    assert second_when_wrong(heir) == pytest.approx(second_when_wrong(pool)) and second_when_wrong(pool) > 0.8
+    assert one.first(0.9) < pool.first(0.9), "it has seen them itself, too"
+
+
+def test_one_sequence_turns_sooner_than_all_of_them() -> None:
+    pool = Acceptance()
+    see(Acceptance(pool), 400, True)
+    turned = Acceptance(pool)
+    see(turned, 20, False)
+    assert turned.first(0.9) < 0.25
+    assert Acceptance(pool).first(0.9) > 0.8
+
+
+@pytest.mark.parametrize("sure", [0.9, None])
+def test_a_bad_stretch_is_forgotten(sure: float | None) -> None:
+    acceptance = Acceptance(Acceptance())
+    see(acceptance, 2000, False, sure)
+    assert acceptance.first(sure) < 0.01
+    see(acceptance, 40, True, sure)
+    assert acceptance.first(sure) > 0.6
+    see(acceptance, 40, True, sure)
+    assert acceptance.first(sure) > 0.85
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(SURENESS, st.floats(0.0, 1.0), st.integers(1, 3), st.none() | st.just(2)), max_size=60),
+    SURENESS,
+    st.floats(0.0, 1.0),
+)
+def test_first_and_second_share_one_chance(
+    seen: list[tuple[float | None, float, int, int | None]], sure: float | None, share: float
+) -> None:
+    acceptance = Acceptance(Acceptance())
+    for was_sure, had, token, second in seen:
+        acceptance.observe(was_sure, had, token, 1, second)
+    first, second_chance = acceptance.first(sure), acceptance.second(sure, share)
+    assert 0.0 < first < 1.0 and 0.0 < second_chance < 1.0
+    assert first + second_chance < 1.0
+
+
+def test_a_mean_begins_with_a_guess_and_follows_what_is_seen() -> None:
+    mean = Mean(0.6)
+    assert mean.mean == 0.6
+    mean.see(True)
+    assert mean.mean == pytest.approx(MEAN_DECAY * 0.6 + (1.0 - MEAN_DECAY))
+    for turn in range(400):
+        mean.see(turn % 4 == 0)
+    assert mean.mean == pytest.approx(0.25, abs=0.05)
+    for _ in range(60):
+        mean.see(True)
+    assert mean.mean > 0.9
+
+
+# --- a source's scores, on the target ------------------------------------------------------------------
 
 
 def judge(calibration: Calibration, count: int, rate: float, rng: random.Random, score: float = 0.6) -> None:

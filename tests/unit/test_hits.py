@@ -14,9 +14,9 @@ def counts(**more: int) -> tuple[int, ...]:
 
 def test_a_tree_that_goes_on_was_continued_or_a_branch() -> None:
     hits = Hits()
-    hits.committed(known=True, along=True)
+    hits.committed(known=True, along=True, now=1.0)
     assert hits.begins(10, wanted=True) == (None, Hit.CONTINUED)
-    hits.committed(known=True, along=False)
+    hits.committed(known=True, along=False, now=2.0)
     assert hits.begins(12, wanted=True) == (None, Hit.BRANCH)
     assert hits.take() == counts(continued=1, branch=1)
     assert hits.take() == NONE
@@ -24,8 +24,8 @@ def test_a_tree_that_goes_on_was_continued_or_a_branch() -> None:
 
 def test_a_hint_between_two_passes_was_awaited() -> None:
     hits = Hits()
-    hits.committed(known=False, along=True)
-    assert hits.hinted(serves_open=False, knows=True) is None
+    hits.committed(known=False, along=True, now=1.0)
+    assert hits.hinted(serves_open=False, knows=True, arrived=1.5, led=True) is None
     assert hits.begins(10, wanted=True) == (None, Hit.AWAITED)
     assert hits.ends() is None
     assert hits.take() == counts(awaited=1)
@@ -33,14 +33,14 @@ def test_a_hint_between_two_passes_was_awaited() -> None:
 
 def test_a_hint_while_the_pass_runs_was_late_and_none_is_a_miss() -> None:
     hits = Hits()
-    hits.committed(known=False, along=True)
+    hits.committed(known=False, along=True, now=1.0)
     assert hits.begins(10, wanted=True) == (None, None)
     assert hits.open_len == 10
-    hits.committed(known=False, along=False)
-    assert hits.hinted(serves_open=True, knows=False) is Hit.LATE
-    assert hits.hinted(serves_open=True, knows=False) is None, "a pass is late once"
+    hits.committed(known=False, along=False, now=2.0)
+    assert hits.hinted(serves_open=True, knows=False, arrived=1.5, led=False) is Hit.LATE
+    assert hits.hinted(serves_open=True, knows=False, arrived=1.5, led=False) is None, "a pass is late once"
     assert hits.begins(12, wanted=True) == (None, None)
-    hits.committed(known=False, along=False)
+    hits.committed(known=False, along=False, now=2.0)
     assert hits.begins(13, wanted=True) == (Hit.MISS, None)
     assert hits.ends() is Hit.MISS
     assert hits.take() == counts(late=1, miss=2)
@@ -49,14 +49,49 @@ def test_a_hint_while_the_pass_runs_was_late_and_none_is_a_miss() -> None:
 def test_a_late_hint_may_serve_the_next_pass_too() -> None:
     hits = Hits()
     hits.begins(10, wanted=True)
-    hits.committed(known=False, along=False)
-    assert hits.hinted(serves_open=True, knows=True) is Hit.LATE
+    hits.committed(known=False, along=False, now=2.0)
+    assert hits.hinted(serves_open=True, knows=True, arrived=2.5, led=True) is Hit.LATE
     assert hits.begins(11, wanted=True) == (None, Hit.AWAITED)
+
+
+@pytest.mark.parametrize(
+    ("arrived", "along", "led", "hit"),
+    [
+        (1.9, True, True, Hit.CONTINUED),
+        (2.0, True, True, Hit.CONTINUED),
+        (1.9, True, False, Hit.BRANCH),  # a branch of that hint held what was committed since
+        (1.9, False, True, Hit.BRANCH),  # the pass left the likeliest line that was known
+        (2.1, True, True, Hit.AWAITED),
+        (2.1, False, False, Hit.AWAITED),
+    ],
+)
+def test_a_hint_that_came_while_the_pass_ran_was_waiting_at_its_end(
+    arrived: float, along: bool, led: bool, hit: Hit
+) -> None:
+    """However long after that it is handled."""
+    hits = Hits()
+    hits.committed(known=False, along=along, now=2.0)
+    assert hits.hinted(serves_open=False, knows=True, arrived=arrived, led=led) is None
+    assert hits.begins(10, wanted=True) == (None, hit)
+
+
+def test_what_is_known_first_counts() -> None:
+    hits = Hits()
+    hits.committed(known=True, along=True, now=2.0)
+    hits.hinted(serves_open=False, knows=True, arrived=2.5, led=False)
+    assert hits.begins(10, wanted=True) == (None, Hit.CONTINUED)
+    hits.committed(known=False, along=True, now=3.0)
+    hits.hinted(serves_open=False, knows=True, arrived=3.5, led=True)
+    hits.hinted(serves_open=False, knows=True, arrived=2.9, led=True)
+    assert hits.begins(12, wanted=True) == (None, Hit.AWAITED)
+    hits.committed(known=False, along=True, now=4.0)
+    hits.hinted(serves_open=False, knows=False, arrived=3.5, led=True)  # nothing in it goes on from here
+    assert hits.begins(14, wanted=True) == (None, None)
 
 
 def test_a_pass_that_was_to_have_no_hints_counts_nowhere() -> None:
     hits = Hits()
-    hits.committed(known=True, along=True)
+    hits.committed(known=True, along=True, now=1.0)
     assert hits.begins(10, wanted=False) == (None, None)
     assert hits.open_len is None
     assert hits.take() == NONE

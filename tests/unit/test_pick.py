@@ -35,7 +35,8 @@ def test_greedy_is_argmax_whatever_else_is_asked(verification: Verification, tem
     for seed in range(20):
         picker = Picker(replace(sampling, seed=seed), 5)
         assert picker.pick(ROW, 3, Proposal(4, None)) == 1  # 1 and 3 tie: the lower id
-        assert picker.guess(ROW, 3) == Guess(1, 3, None)
+        guess = picker.guess(ROW, 3)
+        assert (guess.first, guess.second, guess.law) == (1, 3, None)
 
 
 def test_temperatures_from_the_limit_on_are_sampled() -> None:
@@ -144,8 +145,42 @@ def test_one_token_left_has_no_runner_up() -> None:
     only = row(-1.0, 2.0)
     for sampling in (GREEDY, Sampling()):
         guess = Picker(sampling, 2, ends=(0,), ends_from=8).guess(only, 7)
-        assert guess == Guess(1, None, None)
-        assert Picker(sampling, 1).guess(only, 7) == Guess(0, None, None)
+        assert guess == Guess(1, None, None, sure=1.0)
+        assert Picker(sampling, 1).guess(only, 7) == Guess(0, None, None, sure=1.0)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, replace(GREEDY, top_k=1), replace(REJECTION, temperature=0.0)])
+def test_how_sure_a_greedy_draft_is_is_asked_at_temperature_1(sampling: Sampling) -> None:
+    """Of what may be picked alone: neither padding nor an end that may not stand here takes a share."""
+    logits = row(*np.log([0.2, 0.5, 0.3]), 9.0, 9.0)
+    assert Picker(sampling, 3).guess(logits, 7) == Guess(1, 2, None, pytest.approx(0.5), pytest.approx(0.6))
+    guess = Picker(sampling, 4, ends=(3,), ends_from=8).guess(logits, 7)
+    assert guess == Guess(1, 2, None, pytest.approx(0.5), pytest.approx(0.6))
+
+
+@often
+@given(st.integers(0, 2**64 - 1), st.sampled_from([Sampling(), Sampling(temperature=0.8, top_p=0.9)]))
+def test_how_sure_a_coupled_draft_is_is_the_chance_of_its_draw(seed: int, sampling: Sampling) -> None:
+    """Of the token that won the race, likely or not, by the law it was drawn from."""
+    guess = Picker(replace(sampling, seed=seed), 5).guess(ROW, 3)
+    law = filtered(ROW, sampling)
+    assert guess.second is not None
+    assert guess.sure == law.of(guess.first)
+    assert guess.share == pytest.approx(law.of(guess.second) / (1.0 - law.of(guess.first)))
+
+
+def test_how_sure_a_rejection_draft_is_is_not_told() -> None:
+    """It would say which token was drawn."""
+    for seed in range(50):
+        guess = Picker(replace(REJECTION, seed=seed), 5).guess(ROW, 3)
+        assert (guess.sure, guess.share) == (None, 0.0)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling()])
+def test_shares_are_chances_however_sure_a_draft_is(sampling: Sampling) -> None:
+    for gap in np.arange(0.0, 120.0, 0.05):
+        guess = Picker(sampling, 3).guess(row(0.0, -gap, -gap - 3.0), 3)
+        assert guess.sure is not None and 0.0 < guess.sure <= 1.0 and 0.0 <= guess.share <= 1.0
 
 
 @pytest.mark.parametrize("verification", [Verification.COUPLED, Verification.REJECTION])

@@ -187,6 +187,35 @@ def test_depth_counts_from_the_present_root() -> None:
     assert held(sequence.tree) == {(2,), (2, 3)}
 
 
+@pytest.mark.parametrize(
+    ("committed", "led"),
+    [
+        ([], True),  # nothing was left
+        ([1], True),
+        ([1, 2], True),
+        ([9], False),
+        ([1, 7], False),
+        ([9, 3], False),  # its only child, but the branch before it was not the likeliest
+    ],
+)
+def test_a_hint_led_if_the_text_stayed_on_its_likeliest_line(committed: list[int], led: bool) -> None:
+    """Of equals the first is the likeliest."""
+    sequence = TokenSequence(PROMPT)
+    late = hint(sequence, (1, 2, 4), (9, 3, 4), (1, 7, 4))
+    sequence.advance(committed)
+    assert sequence.land(late) is Landing.MERGED
+    assert sequence.led(late) == led
+
+
+def test_a_hint_leads_by_its_own_scores() -> None:
+    sequence = TokenSequence(PROMPT)
+    late = hint(sequence, (1, 2), (8, 3))
+    sequence.land(hint(sequence, (8,)))  # was known before, and stands first in the sequence's tree
+    late.tree.scores[late.tree.likeliest(ROOT) or 0] = 0.4
+    sequence.advance([8])
+    assert sequence.led(late)
+
+
 def test_one_draw_for_a_position_outlives_a_commit() -> None:
     sequence = TokenSequence(PROMPT, Bounds(one_child=True))
     sequence.land(hint(sequence, (1, 2)))

@@ -95,6 +95,17 @@ def test_path_depth_reach_and_descend() -> None:
     assert tree.child(ROOT, 9) is None and tree.child(e, 1) is None
 
 
+def test_the_likeliest_child_leads() -> None:
+    tree = TokenTree(0)
+    low, high, equal = tree.add(ROOT, 1, 0.2), tree.add(ROOT, 2, 0.5), tree.add(ROOT, 3, 0.5)
+    only = tree.add(low, 4, 0.0)
+    assert tree.likeliest(ROOT) == high, "the first of equals"
+    assert tree.likeliest(low) == only and tree.likeliest(only) is None
+    assert [tree.leads(node) for node in (low, high, equal, only)] == [False, True, False, True]
+    tree.add(ROOT, 1, 0.9)  # it is thought of better now
+    assert tree.likeliest(ROOT) == low and not tree.leads(high)
+
+
 @exhaustive
 @given(trees())
 def test_derived_values_agree_with_the_columns(tree: TokenTree) -> None:
