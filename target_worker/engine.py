@@ -181,8 +181,9 @@ class TargetEngine:
 
     def held_in_vain(self) -> None:
         """Patience ran out: do not wait again for these until a hint arrives."""
+        now = self._clock()
         for sequence in self.lineup.running:
-            sequence.patience.expire()
+            sequence.patience.expire(now)
 
     def step(self) -> bool:
         """One pass: plan, forward, pick, walk, commit. False if there was nothing to do."""

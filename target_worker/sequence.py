@@ -154,16 +154,14 @@ class TargetSequence:
         most_nodes = self.most_nodes
         if self._ngram is not None and self.decoding:
             self._look_up(most_nodes)
-        tree = self.text.tree
-        chances = [self._chance(row, depth) for row, depth in enumerate(tree.depths())]
         return Waiting(
             self,
             self.debt,
             self.kv.cached_len,
-            tree,
+            self.text.tree,
             most_nodes,
             chains or self.params.sampling.chain_only,
-            chances.__getitem__,
+            self._chance,
             self.trust[next(iter(self.trust))].chance(TYPICAL, 1) if self.trust else TYPICAL,
         )
 
@@ -301,6 +299,11 @@ class TargetSequence:
         hashes = (hashlib.blake2b(rows[node].data, digest_size=8) for node in _judges(decided))
         return tuple(int.from_bytes(each.digest()) for each in hashes)
 
+    @property
+    def _knows(self) -> bool:
+        """A draft has said how it may go on."""
+        return any(source is not Source.NGRAM for source in self.text.tree.sources[1:])
+
     def want(self, lead: int) -> int:
         """Nodes that a draft should hold ready below the last committed token; lead: per node that may be checked."""
         return self.worth.want(self.most_nodes * lead) if self.drafted_for else 0
@@ -313,7 +316,7 @@ class TargetSequence:
         while (child := tree.likeliest(deepest)) is not None:
             deepest, depth = child, depth + 1
             reach *= self._chance(child, depth)
-        return self.patience.outlook(now, depth > 0, reach, self.leading.mean, self.most_nodes - depth)
+        return self.patience.outlook(now, self._knows, reach, self.leading.mean, self.most_nodes - depth)
 
     def drafted(self, path: Sequence[int]) -> list[int]:
         """Of these nodes, those that a draft sent."""
@@ -337,9 +340,8 @@ class TargetSequence:
         cached_len = self.text.committed_len + decided.accepted
         tree = self.text.tree
         path = self.text.advance(decided.tokens).path
-        known = any(source is not Source.NGRAM for source in self.text.tree.sources[1:])
         left = len(path) < len(decided.tokens) and tree.likeliest(path[-1] if path else ROOT) is not None
-        self.hits.committed(known, not left and all(map(tree.leads, path)), now)
+        self.hits.committed(self._knows, not left and all(map(tree.leads, path)), now)
         if self.sick:
             self.unlay(poisoned=True)
             self.kv.cleanse()

@@ -33,6 +33,7 @@ class _Turns:
     base: float = 0.0  # its own time, ahead of the world's while it computes, without what is counted of this turn
     began: float | None = None  # real time at which its turn began
     due: float | None = None  # its next turn
+    held: float | None = None  # until when its pass is held back
     inbox: list[tuple[float, Any]] = field(default_factory=list)
 
     @property
@@ -107,13 +108,13 @@ class VirtualCluster(Cluster):
         for arrived, command in turns.inbox:
             worker.engine.handle("link", command, arrived)
         turns.inbox.clear()
-        until = worker.engine.hold_until()
-        if until is not None and until > turns.now:
-            turns.end()
-            self._turn_at(worker, until)
-            return
-        if until is not None:
+        if turns.held is not None and turns.now >= turns.held:
             worker.engine.held_in_vain()
+        turns.held = worker.engine.hold_until()
+        if turns.held is not None:
+            turns.end()
+            self._turn_at(worker, turns.held)
+            return
         worked = worker.engine.step()
         turns.end()
         if worked:

@@ -52,7 +52,7 @@ class Pages:
         self.count = count
         self.blank = count
         """A page beyond the pool that always holds zeros; scrubbing is a copy of it."""
-        self._dirty: set[int] = set()  # free ones, to be scrubbed when they are taken
+        self._dirty: set[int] = set()  # to be overwritten before somebody reads them, once they are taken
         self._begin()
 
     def forget(self) -> None:
@@ -88,6 +88,7 @@ class Pages:
     def take_copies(self) -> list[tuple[int, int]]:
         """(from, to): pages to be copied before the next pass writes anything. All sources are read first."""
         copies = [(source, to) for to, source in self._copies.items()]
+        self._dirty -= self._copies.keys()
         self._copies.clear()
         return copies
 
@@ -102,11 +103,9 @@ class Pages:
             self._unpublish(page)
         else:
             raise OutOfPages(f"all {self.count} pages are held")
+        self._copies.pop(page, None)  # whoever wanted it is gone
         if page in self._dirty:
-            self._dirty.discard(page)
             self._copies[page] = self.blank
-        elif self._copies.get(page) != self.blank:
-            self._copies.pop(page, None)  # whoever wanted it is gone
         self._holders[page] = 1
         self._filled[page] = 0
         return page

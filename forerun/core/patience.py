@@ -5,6 +5,7 @@ Time is passed in, never read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class Outlook:
 class Patience:
     """One sequence's memory of how soon hints follow an Emit, and each other."""
 
-    __slots__ = ("_asked", "_every_s", "_expired", "_hinted_at", "_lag_s")
+    __slots__ = ("_asked", "_every_s", "_expired", "_given_up", "_hinted_at", "_lag_s")
 
     def __init__(self) -> None:
         self._lag_s: float | None = None  # Emit to Hint, decayed mean; None: no hint seen yet
@@ -49,6 +50,7 @@ class Patience:
         self._asked: list[tuple[int, float]] = []  # committed_len and time of Emits that were not answered yet
         self._hinted_at: float | None = None  # of the last hint
         self._expired = False
+        self._given_up = math.inf  # when nobody waits for the next hint any more
 
     def emitted(self, committed_len: int, now: float) -> None:
         """An Emit left that a draft is to answer."""
@@ -64,7 +66,7 @@ class Patience:
         elif self._hinted_at is not None:
             self._every_s = _mean(self._every_s, max(0.0, now - self._hinted_at))
         self._hinted_at = now
-        self._expired = False
+        self._expired, self._given_up = False, math.inf
 
     def outlook(self, now: float, known: bool, reach: float, chance: float, most: int) -> Outlook | None:
         """What waiting from `now` on would bring; None: nothing is known, or nothing comes.
@@ -83,10 +85,12 @@ class Patience:
             due = max(at for at in (asked_at, self._hinted_at, 0.0) if at is not None) + every_s
         gains = tuple(reach * chance ** (number + 1) for number in range(min(most, FAR)))
         outlook = Outlook(due, every_s, gains)
+        self._given_up = outlook.given_up
         return outlook if now < outlook.given_up else None
 
-    def expire(self) -> None:
-        self._expired = True
+    def expire(self, now: float) -> None:
+        """If the hint that was waited for is overdue: not again until one arrives."""
+        self._expired |= now >= self._given_up
 
 
 def worth_until(now: float, outlooks: Sequence[Outlook], rate: float) -> float | None:

@@ -98,7 +98,8 @@ def _sureness(logits: Logits, first: int, second: int | None) -> tuple[float, fl
     weights = np.exp(logits - logits[first])
     total = float(weights.sum())
     others = total - float(weights[first])
-    return float(weights[first]) / total, float(weights[second]) / others if second is not None and others > 0 else 0.0
+    share = min(1.0, float(weights[second]) / others) if second is not None and others > 0.0 else 0.0
+    return float(weights[first]) / total, share
 
 
 def _share(of: float, beside: float) -> float:

@@ -23,6 +23,9 @@ Key = TypeVar("Key", bound=Hashable)
 WORTH = 0.04
 """While no cost is known: a node less likely than this is left unchecked."""
 
+FAINT = 0.002
+"""What comes after a node less likely than this is not looked at."""
+
 LEAST_PROMPT_ROWS = 16
 """A smaller chunk is hardly worth a run beside that of another prompt."""
 
@@ -46,7 +49,7 @@ class Waiting(Generic[Key]):
     tree: TokenTree
     most_nodes: int  # bound of this request on checked nodes
     chain_only: bool = False  # rejection sampling: one child per node
-    chance: Callable[[int], float] | None = None  # row of tree -> chance given its parent; None: tree.scores
+    chance: Callable[[int, int], float] | None = None  # (row of tree, its depth), given its parent; None: tree.scores
     drawn_chance: float = TYPICAL  # the same for any node with a law, by what happened before it was drawn
 
 
@@ -194,23 +197,22 @@ def _paying(paid: int, load: Load, ranked: list[int], found: _Candidates, cost: 
 
 
 def _guessed(item: Waiting[Key]) -> Iterator[tuple[int, int, float]]:
-    """(row, depth, reach) of every node that can be reached; siblings share a chance of 1 at most."""
-    parents = item.tree.parents
-    chances = item.tree.scores if item.chance is None else [1.0, *map(item.chance, range(1, len(parents)))]
-    if item.chain_only:
-        chain = frozenset(_first_children(item.tree))
-        chances = [chance if row in chain else 0.0 for row, chance in enumerate(chances)]
-    together = [0.0] * len(parents)  # by parent
-    for parent, chance in zip(parents[1:], chances[1:], strict=True):
-        together[parent] += min(max(0.0, chance), 1.0)
-    depths, reaches = [0], [1.0]
-    for row in range(1, len(parents)):
-        parent = parents[row]
-        reach = reaches[parent] * min(max(0.0, chances[row]), 1.0) / max(1.0, together[parent])
-        depths.append(depths[parent] + 1)
-        reaches.append(reach)
-        if reach > 0.0:
-            yield row, depths[row], reach
+    """(row, depth, reach) of every node worth looking at; siblings share a chance of 1 at most."""
+    tree = item.tree
+    depths, reaches = [0] * len(tree), [1.0] + [0.0] * (len(tree) - 1)
+    for node in range(len(tree)):
+        if reaches[node] < FAINT:
+            continue  # nor anything below it: a large tree costs no more than its likely part
+        children = list(tree.children(node))
+        if item.chain_only:
+            del children[1:]
+        depth = depths[node] + 1
+        chances = [tree.scores[child] if item.chance is None else item.chance(child, depth) for child in children]
+        chances = [min(max(0.0, chance), 1.0) for chance in chances]
+        together = max(1.0, sum(chances))
+        for child, chance in zip(children, chances, strict=True):
+            depths[child], reaches[child] = depth, reaches[node] * chance / together
+    yield from ((row, depths[row], reaches[row]) for row in range(1, len(tree)) if reaches[row] > 0.0)
 
 
 def _is_drawn(item: Waiting[Key]) -> bool:

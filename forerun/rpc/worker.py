@@ -10,6 +10,7 @@ import asyncio
 import logging
 import queue
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -44,6 +45,9 @@ REFUSALS = {
 }
 RESOLVE_S = 5.0
 WELCOME_S = 10.0
+SWITCH_S = 2e-4
+"""Most that the engine's Python keeps the stream waiting: what it said is on its way while it plans the next step."""
+
 STOP_S = 10.0
 """An engine that has not finished its step by then is left behind, and the process says so."""
 
@@ -144,11 +148,9 @@ class EngineThread:
             left = deadline - time.monotonic()
             if left <= 0:
                 self._engine.held_in_vain()
-                return True
-            if not self._drain(left):
+            elif not self._drain(left):
                 return False
-            if self._engine.hold_until() is None:
-                return True
+            deadline = self._engine.hold_until()
         return True
 
 
@@ -180,6 +182,7 @@ class Worker:
 
     async def run(self, engine: Engine, lane: Lane | None = None) -> None:
         """Serve until `stop`. Raises what the engine raised, if it failed. lane: where the engine was made."""
+        sys.setswitchinterval(SWITCH_S)
         thread = EngineThread(engine, self._engine_failed, lane or Lane("engine"), self.tell)
         thread.start()
         links: dict[str, asyncio.Task[None]] = {}

@@ -104,7 +104,11 @@ def test_overdue_hints_end_it(every_s: float) -> None:
 
 def test_one_expiry_ends_waiting_until_a_hint_arrives() -> None:
     patience = after(LAG_S)
-    patience.expire()
+    outlook = missed(patience)
+    assert outlook is not None
+    patience.expire(outlook.given_up - 1e-6)
+    assert missed(patience) is not None, "it may still come"
+    patience.expire(outlook.given_up)
     assert missed(patience) is None and half_grown(patience) is None
     patience.emitted(11, AT)
     assert missed(patience) is None
@@ -118,13 +122,13 @@ def test_lag_counts_from_the_last_emit_that_the_draft_knew_of() -> None:
         patience.emitted(10, 1.0)
         patience.emitted(12, 1.5)
         patience.emitted(14, AT)
-        patience.hinted(base_len, AT)
+        patience.hinted(base_len, AT + 0.25)
         outlook = missed(patience)
         assert outlook is not None
         return outlook.due
 
-    assert due(11) == pytest.approx(AT + 1.0), "the last one is still to be answered"
-    assert due(12) == pytest.approx(AT + 0.5)
+    assert due(11) == pytest.approx(AT + 1.25), "the last one is still to be answered"
+    assert due(12) == pytest.approx(AT + 0.75)
 
 
 def test_emits_that_nobody_answers_are_forgotten() -> None:
@@ -177,6 +181,7 @@ def test_what_was_waited_is_spent() -> None:
     assert until(missed(patience), rate=100.0) is None
     assert until(missed(patience, AT + 0.006), 100.0, AT + 0.006) is not None
     assert until(missed(patience, AT + 0.011), 1e9, AT + 0.011) == pytest.approx(AT + LAG_S + EVERY_S)
+    assert until(Outlook(AT - 0.001, EVERY_S, (0.0,)), 1.0) is None, "nor is one worth anything for being late"
 
 
 def test_what_several_gain_is_summed() -> None:
@@ -218,8 +223,7 @@ def test_a_deadline_is_finite_ahead_and_stands(
                 several[which].hinted(lengths[which] - int(known), now)
                 heard[which] = True
             case "expire":
-                several[which].expire()
-                heard[which] = False
+                several[which].expire(now)
             case _:
                 deadline = asked(now, known, share)
                 if deadline is not None:

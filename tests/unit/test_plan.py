@@ -119,7 +119,7 @@ def test_siblings_share_a_chance_of_one() -> None:
 
 
 def test_an_estimate_replaces_the_scores() -> None:
-    doubted = replace(decoding("a", chain(0.9, 0.9, 0.9)), chance=lambda row: {1: 0.5, 2: 0.5, 3: 0.0}[row])
+    doubted = replace(decoding("a", chain(0.9, 0.9, 0.9)), chance=lambda row, depth: {1: 0.5, 2: 0.5, 3: 0.0}[row])
     assert plan_pass([doubted], 16, 8, FLAT)[0].nodes == (1, 2)
     waiting = [doubted, decoding("b", chain(0.6))]
     assert nodes_of(plan_pass(waiting, 3, 8, FLAT)) == {"a": (), "b": (1,)}
