@@ -182,17 +182,29 @@ class DraftEngine:
         return True
 
     def _lay(self, frontier: list[tuple[DraftSequence, int, int]]) -> list[tuple[DraftSequence, int, Run]]:
-        """Pages for what is to be grown. What there are none for waits; a prefix that finds none is refused."""
+        """Pages for what is to be grown, prefixes first: branches give way to them. What finds none waits."""
         laid = []
-        for sequence, row, chunk in frontier:
-            try:
-                laid.append((sequence, row, sequence.run(row, chunk)))
-            except OutOfPages as out:
-                if row == ROOT:
-                    self._drop(sequence.key)
-                    reason = f"the draft's KV is full: {out}"
-                    self._emit(sequence.link, Refused(sequence.seq, reason, True, sequence.traceparent))
+        for sequence, row, chunk in sorted(frontier, key=lambda item: item[1] != ROOT):
+            while row == ROOT or sequence.may_grow(row):
+                try:
+                    laid.append((sequence, row, sequence.run(row, chunk)))
+                except OutOfPages as out:
+                    if row == ROOT and self._shed():
+                        continue
+                    if row == ROOT:
+                        self._drop(sequence.key)
+                        reason = f"the draft's KV is full: {out}"
+                        self._emit(sequence.link, Refused(sequence.seq, reason, True, sequence.traceparent))
+                break
         return laid
+
+    def _shed(self) -> bool:
+        """Whoever has most branches gives them up. False if nobody has any."""
+        most = max(self._sequences.values(), key=lambda sequence: sequence.branches)
+        if not most.branches:
+            return False
+        most.shed()
+        return True
 
     def _refuse_sick(self, sequence: DraftSequence) -> None:
         """Its logits are no numbers: others must not meet them in KV."""
@@ -230,7 +242,8 @@ class DraftEngine:
         self, firsts: list[tuple[float, DraftSequence, int]], others: list[tuple[float, DraftSequence, int]]
     ) -> int:
         """How many of `others`, best first, to grow beside `firsts`: what is most worth for the time it takes."""
-        load = Load(sum(max(1, sequence.debt) for _, sequence, _ in firsts))
+        chunk, budget = self._config.prefill_chunk, self._config.row_budget
+        load = Load(min(budget, sum(min(chunk, max(1, sequence.debt)) for _, sequence, _ in firsts)))
         seconds = self._cost.along(load, np.zeros(len(others), dtype=np.int64))
         if not firsts or seconds[0] <= 0.0:
             return min(len(others), UNKNOWN_WIDTH)

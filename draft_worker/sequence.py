@@ -131,6 +131,21 @@ class DraftSequence:
             self.kv.drop(path)
         self._forget_growth()
 
+    @property
+    def branches(self) -> int:
+        """Grown nodes, each with a page of its own."""
+        return len(self._paths)
+
+    def may_grow(self, row: int) -> bool:
+        """It is still where it was chosen."""
+        return row in self._frontier
+
+    def shed(self) -> None:
+        """Give the pages of its branches to others; it grows them again when there is room."""
+        self._drop_branches()
+        self.text.rewind(self.text.committed_len)
+        self.kv.truncate(min(self.kv.cached_len, self.text.committed_len - 1))
+
     def _forget_growth(self) -> None:
         self._unsaid.clear()
         self._paths.clear()

@@ -136,6 +136,7 @@ class Running:
     services: list[Service]
     logs: Path
     console: Console = field(default_factory=lambda: Console(stderr=True))
+    _ready_s: float = 0.0  # from start until all were attached
 
     async def watch(self) -> None:
         """Starts workers again that end. Returns never; raises ServiceFailed when the coordinator ends."""
@@ -156,7 +157,7 @@ class Running:
         pause, began = 0.0, loop.time()
         while True:
             how = await worker.end()
-            pause = next_pause(pause, loop.time() - began)
+            pause = next_pause(pause, loop.time() - began - self._ready_s)
             self.console.print(f"{worker.name} {how}; starting it again in {pause:g} s; its log: {worker.log}")
             await asyncio.sleep(pause)
             began = loop.time()
@@ -168,7 +169,9 @@ class Running:
 
     async def ready(self) -> None:
         """Returns when all are attached. Raises ServiceFailed."""
+        began = asyncio.get_running_loop().time()
         await _ready(self)
+        self._ready_s = asyncio.get_running_loop().time() - began
 
     def pids(self) -> dict[str, int]:
         return {service.name: service.process.pid for service in self.services if service.process}

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 RESTARTS = 3
 """How often a group is started again without a pass in between before the worker gives up and ends."""
 
+LONGEST = 0.75
+"""Of a pass: nothing is worth waiting longer for."""
+
 RATE_DECAY = 0.9
 """What the rate of tokens remembers after a pass."""
 
@@ -94,6 +97,7 @@ class TargetEngine:
         self._trust: dict[Source, Calibration] = {}  # by those of the last sequence that is over
         self._limit = min(model.context_limit, model.pages.count * TILE - 1)
         self._rate = 0.0  # tokens per second, decayed mean over passes and what was waited for
+        self._pass_s = 0.0  # decayed mean of a pass
         self._ended: float | None = None  # end of the last pass
         self._said = 0  # tokens committed by the pass that runs
         self.passes = 0
@@ -164,20 +168,21 @@ class TargetEngine:
     def hold_until(self) -> float | None:
         """A moment until which the next pass should wait for hints, or None. Only asked between passes.
 
-        Only while every running sequence decodes: a pass that has other work is not held back. What some of them
-        gain by waiting is weighed against what all of them lose.
+        Only while every running sequence decodes and, of several, none knows how it goes on: a pass that has other
+        work is not held back. And by no more than a share of a pass, whatever comes.
         """
         running = self.lineup.running
-        if self.lineup.waiting_len or not running or self._rate <= 0.0:
+        if self.lineup.waiting_len or not running or self._ended is None:
             return None
         now, outlooks = self._clock(), []
         for sequence in running:
-            if not sequence.decoding:
+            if not sequence.decoding or (len(running) > 1 and sequence.text.tree.node_count):
                 return None
             outlook = sequence.outlook(now)
             if outlook is not None:
                 outlooks.append(outlook)
-        return worth_until(now, outlooks, self._rate)
+        until, latest = worth_until(now, outlooks, self._rate), self._ended + LONGEST * self._pass_s
+        return None if until is None or now >= latest else min(until, latest)
 
     def held_in_vain(self) -> None:
         """Patience ran out: do not wait again for these until a hint arrives."""
@@ -192,9 +197,6 @@ class TargetEngine:
             return False
         began, started_ns = self._clock(), self._wall_ns()
         runs = [run for _, own in laid for run in own]
-        for share, _ in laid:
-            if share.pays:
-                share.key.pass_begins()
         try:
             logits = iter(self._model.forward(runs))
         except GroupLost as lost:
@@ -202,6 +204,9 @@ class TargetEngine:
             return True
         self.passes += 1
         self._restarts = 0
+        for share, _ in laid:  # nothing was heard since it began
+            if share.pays:
+                share.key.pass_begins()
         prompts = any(share.debt_rows > 1 for share, _ in laid)
         self._cost.observe(_load(runs), self._clock() - began, prompts=prompts)
         for share, own in laid:
@@ -218,6 +223,7 @@ class TargetEngine:
         """After a pass: tokens per second, what was waited before it included, an idle time not."""
         now, held_s = self._clock(), 0.0 if self._ended is None else began - self._ended
         took = now - began
+        self._pass_s = took if self._pass_s == 0.0 else 0.8 * self._pass_s + 0.2 * took
         took += min(held_s, took)
         if took > 0.0 and self._said:
             rate = self._said / took

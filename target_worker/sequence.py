@@ -256,7 +256,8 @@ class TargetSequence:
         landing = self.text.land(hint, depth=max(0, self.room - 1))
         merged = landing is Landing.MERGED
         self._tell_span(self.hits.hinted(serves_open, merged, now, merged and self.text.led(hint)))
-        self.patience.hinted(hint.base_len, now)
+        if landing in (Landing.MERGED, Landing.KNOWN):
+            self.patience.hinted(hint.base_len, now)
         self.hinted = True
         return landing
 
@@ -316,6 +317,8 @@ class TargetSequence:
         while (child := tree.likeliest(deepest)) is not None:
             deepest, depth = child, depth + 1
             reach *= self._chance(child, depth)
+            if tree.tokens[child] in self.params.ends:
+                return None
         return self.patience.outlook(now, self._knows, reach, self.leading.mean, self.most_nodes - depth)
 
     def drafted(self, path: Sequence[int]) -> list[int]:

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import thread_time
 from typing import Any
 
-from cluster import Attached, Cluster, commands_of
+from cluster import Attached, Cluster, asks, commands_of
 
 from coordinator.session import Session
 from draft_worker.engine import DraftConfig, DraftEngine
+from forerun.core.hits import added
 from forerun.core.messages import TargetParams
 from forerun.core.params import Source
 from forerun.runtime.calibrate import measure
 from forerun.runtime.sim import SimModel, SimSpec
 from forerun.v1 import attach_pb2
 from target_worker.engine import TargetConfig, TargetEngine
+
+PASS_S = 0.020
+TOKENS = 400
 
 
 @dataclass
@@ -132,3 +137,44 @@ class VirtualCluster(Cluster):
             what()
         assert all(session.finish for session in sessions), [session.failure for session in sessions]
         return sessions
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What some answers took."""
+
+    rate: float  # tokens per pass-time: plain decoding is 1
+    tokens_per_pass: float
+    hits: tuple[int, ...]
+    depth: float  # positions guessed per pass
+
+
+async def decode(
+    accept: float,
+    step: float,
+    branch: float,
+    *,
+    streams: int = 1,
+    answers: int = 4,
+    hop_s: float = 80e-6,
+    draft: bool = True,
+    chains: bool = True,
+) -> Seen:
+    """step: of the draft, in passes."""
+    spec = SimSpec(PASS_S, 0.0, step * PASS_S, accept, branch)
+    rng = random.Random(1)
+    tokens = passes = drafted = 0
+    seconds, hits = 0.0, ()
+    for _ in range(answers):
+        cluster = VirtualCluster(hop_s)
+        cluster.attach_sim(spec, draft=False, chains=chains, max_sequences=streams)
+        if draft:
+            cluster.attach_sim(spec, draft=True)
+        asked = asks(TOKENS, sources=[Source.MODEL] if draft else [], lookahead=8)
+        prompts = [[rng.randrange(spec.vocab) for _ in range(30)] for _ in range(streams)]
+        for session in await cluster.answer_all(*((prompt, asked) for prompt in prompts)):
+            counts = session.counts(TOKENS)
+            tokens, passes, drafted = tokens + TOKENS, passes + counts.passes, drafted + counts.drafted
+            hits = added(hits, counts.hits)
+        seconds += cluster.now
+    return Seen(tokens * PASS_S / seconds, tokens / passes, hits, drafted / passes)

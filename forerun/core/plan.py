@@ -203,12 +203,12 @@ def _guessed(item: Waiting[Key]) -> Iterator[tuple[int, int, float]]:
     for node in range(len(tree)):
         if reaches[node] < FAINT:
             continue  # nor anything below it: a large tree costs no more than its likely part
-        children = list(tree.children(node))
-        if item.chain_only:
-            del children[1:]
-        depth = depths[node] + 1
+        children, depth = list(tree.children(node)), depths[node] + 1
         chances = [tree.scores[child] if item.chance is None else item.chance(child, depth) for child in children]
         chances = [min(max(0.0, chance), 1.0) for chance in chances]
+        if item.chain_only and children:
+            likeliest = max(range(len(children)), key=chances.__getitem__)
+            children, chances = [children[likeliest]], [chances[likeliest]]
         together = max(1.0, sum(chances))
         for child, chance in zip(children, chances, strict=True):
             depths[child], reaches[child] = depth, reaches[node] * chance / together

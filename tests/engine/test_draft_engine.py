@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -216,3 +217,21 @@ def test_hints_say_their_source_and_close_frees() -> None:
     told.engine.drop_link("link")
     assert told.engine.sequence_count == 0
     assert told.engine._gaps == {}
+
+
+def test_branches_give_way_to_a_prefix() -> None:
+    """Each branch holds a page: one sequence must not keep others from being drafted for."""
+    events: list[Any] = []
+    model = SimModel(replace(SPEC, context=256), draft=True, pages=8)
+    engine = DraftEngine(model, 50, DraftConfig(), lambda link, event: events.append(event))
+    engine.handle("one", Sync(SEQ, 0, tuple(range(1, 20)), 100, GREEDY))
+    for _ in range(20):
+        engine.step()
+    assert model.pages.available == 0, "the first has taken all there was"
+    engine.handle("two", Sync(SEQ, 0, tuple(range(5, 30)), 8, GREEDY))
+    for _ in range(20):
+        engine.step()
+    assert not [event for event in events if isinstance(event, Refused)]
+    assert {len(event.hint.tail) for event in events if isinstance(event, Hinted)} == {8}
+    assert engine._sequences["two", SEQ].have_len == 25
+    assert engine._sequences["two", SEQ].text.tree.node_count > 0

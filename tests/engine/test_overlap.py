@@ -2,61 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-
 import pytest
-from cluster import asks
-from virtual import VirtualCluster
+from virtual import decode
 
 from forerun.core.formulas import possible_waiting_share
-from forerun.core.hits import added, waiting_share
-from forerun.core.params import Source
-from forerun.runtime.sim import SimSpec
-
-PASS_S = 0.020
-TOKENS = 400
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What some answers took."""
-
-    rate: float  # tokens per pass-time: plain decoding is 1
-    tokens_per_pass: float
-    hits: tuple[int, ...]
-    depth: float  # positions guessed per pass
-
-
-async def decode(
-    accept: float,
-    step: float,
-    branch: float,
-    *,
-    streams: int = 1,
-    answers: int = 4,
-    hop_s: float = 80e-6,
-    draft: bool = True,
-    chains: bool = True,
-) -> Seen:
-    """step: of the draft, in passes."""
-    spec = SimSpec(PASS_S, 0.0, step * PASS_S, accept, branch)
-    rng = random.Random(1)
-    tokens = passes = drafted = 0
-    seconds, hits = 0.0, ()
-    for _ in range(answers):
-        cluster = VirtualCluster(hop_s)
-        cluster.attach_sim(spec, draft=False, chains=chains, max_sequences=streams)
-        if draft:
-            cluster.attach_sim(spec, draft=True)
-        asked = asks(TOKENS, sources=[Source.MODEL] if draft else [], lookahead=8)
-        prompts = [[rng.randrange(spec.vocab) for _ in range(30)] for _ in range(streams)]
-        for session in await cluster.answer_all(*((prompt, asked) for prompt in prompts)):
-            counts = session.counts(TOKENS)
-            tokens, passes, drafted = tokens + TOKENS, passes + counts.passes, drafted + counts.drafted
-            hits = added(hits, counts.hits)
-        seconds += cluster.now
-    return Seen(tokens * PASS_S / seconds, tokens / passes, hits, drafted / passes)
+from forerun.core.hits import waiting_share
 
 
 @pytest.mark.parametrize(

@@ -554,3 +554,60 @@ def test_a_branch_that_holds_the_correction_is_a_hit(folder: str) -> None:
     told.settle()
     assert told.spans[1:3] == ["awaited", "branch"]
     assert told.answer(seq)[0] == right[:8]
+
+
+def test_a_pass_that_a_lost_rank_ended_is_counted_once(folder: str) -> None:
+    (prompt,) = prompts(1, 20)
+    ((right, _),) = alone(folder, "float32", [prompt])
+    model = model_of(folder, kind=Failing)
+    assert isinstance(model, Failing)
+    told = Traced(model)
+    seq = told.start(prompt, sources=(Source.MODEL,), max_draft_tokens=16)
+    told.engine.step()
+    told.engine.step()  # nothing is known: open
+    told.hint(seq, [*prompt, *right[:2]], [[(right[2], 0.9)]])
+    for _ in range(3):
+        model.fail = True
+        told.engine.step()
+    told.settle()
+    assert model.lost == 3
+    assert sum(sum(emit.hits) for emit in told.emits(seq)) <= len(told.emits(seq))
+    assert all(sum(emit.hits) <= emit.passes + 1 for emit in told.emits(seq))
+
+
+def test_waiting_has_an_end_whatever_comes(folder: str) -> None:
+    """Hints that never say anything new, at any pace, hold a pass back by less than a pass."""
+    (prompt,) = prompts(1, 20)
+    ((right, _),) = alone(folder, "float32", [prompt])
+    now = [0.0]
+    told = Told(Timed(model_of(folder), now), clock=lambda: now[0])
+    seq = told.start(prompt, sources=(Source.MODEL,), max_draft_tokens=16)
+    known = list(prompt)
+    for token in right[:6]:  # punctual until now
+        told.engine.step()
+        known.append(token)
+        now[0] += 0.01
+        told.engine.handle("link", Hinted(seq, hint_of(known, [[(0, 0.9)]])))
+    told.engine.step()
+    ended, waited = now[0], 0
+    while told.engine.hold_until() is not None:
+        now[0] += 0.01
+        waited += 1
+        branch = [[(waited % VOCAB, 0.01)]]
+        told.engine.handle("link", Hinted(seq, hint_of([*known, right[6]], branch)))
+        assert now[0] - ended < 1.0, "a pass takes a second"
+    assert waited > 0
+
+
+class Timed:
+    """A pass of another model takes a second."""
+
+    def __init__(self, model: Model, now: list[float]) -> None:
+        self._model, self._now = model, now
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, runs: Sequence[Run]) -> list[NDArray[np.float32]]:
+        self._now[0] += 1.0
+        return self._model.forward(runs)

@@ -225,7 +225,7 @@ def test_a_drawn_node_is_checked_whatever_its_own_score(own_score: float) -> Non
 def test_one_child_of_a_node_is_checked() -> None:
     tree = chain(0.5, 0.5)
     tree.add(ROOT, 7, 0.9)
-    assert plan_pass([Waiting("a", 1, 10, tree, 8, chain_only=True)], 16, 8, FLAT)[0].nodes == (1, 2)
+    assert plan_pass([Waiting("a", 1, 10, tree, 8, chain_only=True)], 16, 8, FLAT)[0].nodes == (3,)
 
 
 def test_drawn_nodes_are_checked_by_what_happened_before() -> None:
@@ -371,3 +371,12 @@ def test_prompts_move_on_however_many_decode() -> None:
     shares = {share.key: share.debt_rows for share in plan_pass(waiting, 80, 32, PassCost())}
     assert shares["new"] == 16
     assert sum(rows == 1 for rows in shares.values()) == 64
+
+
+def test_a_chain_follows_the_likeliest_child_whoever_came_first() -> None:
+    tree = TokenTree(0)
+    tree.add(ROOT, 1, 0.1)
+    likely = tree.add(ROOT, 2, 0.9)
+    below = tree.add(likely, 3, 0.8)
+    (share,) = plan_pass([replace(decoding("a", tree), chain_only=True)], 16, 8, UNKNOWN)
+    assert share.nodes == (likely, below)
