@@ -83,10 +83,7 @@ class Session:
 
     @property
     def draft_sources(self) -> list[Source]:
-        if self.params.max_draft_tokens == 0:
-            return []
-        sources = self.params.sources[:1] if self.params.sampling.chain_only else self.params.sources
-        return [source for source in sources if source is not Source.NGRAM]
+        return [source for source in self.params.hinted_by if source is not Source.NGRAM]
 
     # --- placing -------------------------------------------------------------------------------
 

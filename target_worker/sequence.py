@@ -57,7 +57,9 @@ class TargetSequence:
         self.most_len = min(context_limit, start.prompt_len + start.params.max_tokens)
         sampling = start.params.sampling
         # What it did not ask for is not kept: nothing would be learned of it. Lookups are this process's own.
-        drafts = frozenset(source for source in Source if self._accepts(source) and source is not Source.NGRAM)
+        drafts = frozenset(
+            source for source in Source if source in self.params.hinted_by and source is not Source.NGRAM
+        )
         bounds = Bounds(MOST_NODES, vocab_size, start.params.ends, sampling.chain_only, drafts)
         self.text = TokenSequence(start.tokens, bounds)
         self.kv = KV(pages)
@@ -68,15 +70,15 @@ class TargetSequence:
         self.leading = Mean(TYPICAL)  # how often the likeliest node of a draft is right
         ends = tuple(sorted(token for token in start.params.ends if token < vocab_size))
         self._picker = Picker(sampling, vocab_size, ends, start.prompt_len + start.params.min_tokens)
-        self._ngram = NgramIndex(start.tokens) if ngram and self._accepts(Source.NGRAM) else None
+        self._ngram = NgramIndex(start.tokens) if ngram and Source.NGRAM in self.params.hinted_by else None
         self.trust = {
             source: trust[source].heir() if source in trust else Calibration()
             for source in Source
-            if self._accepts(source)
+            if source in self.params.hinted_by
         }
         self.worth = HintWorth()
         self.hinted = False  # a hint came since the last commit
-        self.drafted_for = any(self._accepts(source) for source in Source if source is not Source.NGRAM)
+        self.drafted_for = bool(drafts)
         self.hits = Hits()
         self.asked = False  # a draft was asked for hints when the last pass was told
         self._hit: Hit | None = None  # what was known when the pass that runs began
@@ -84,13 +86,6 @@ class TargetSequence:
         self.spans = SpanWindow(record, start.traceparent, "verify", "decode.window", start.params.trace_detail)
         self.sick = False  # rows of the last pass that decided nothing are no numbers
         self._laid: list[tuple[Run, tuple[int, ...]]] = []  # its runs of the pass, and the nodes each computes
-
-    def _accepts(self, source: Source) -> bool:
-        """Rejection sampling takes one source, fixed beforehand: the first that was asked for."""
-        if self.params.max_draft_tokens == 0:
-            return False
-        sources = self.params.sources[:1] if self.params.sampling.chain_only else self.params.sources
-        return source in sources
 
     @property
     def room(self) -> int:

@@ -28,6 +28,13 @@ class TargetParams:
     trace_detail: bool = False
     logits_digest: bool = False  # Emits carry digests
 
+    @property
+    def hinted_by(self) -> tuple[Source, ...]:
+        """Sources whose hints count. Rejection sampling takes one, fixed beforehand: the first that was asked for."""
+        if self.max_draft_tokens == 0:
+            return ()
+        return self.sources[:1] if self.sampling.chain_only else self.sources
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
