@@ -41,4 +41,4 @@ def test_memory_is_what_was_stated_and_stays(tmp_path: Path) -> None:
     assert told["weights"] >= 40 * MIB and told["kv"] == KV_BYTES
     assert abs(taken[-1] - stated) <= 0.10 * stated, figures
     late = told["trimmed"][-1 - 1000 // EVERY :]
-    assert max(late) - min(late) <= 0.04 * stated, figures  # kernels for new shapes come in steps of 2.4 MiB
+    assert max(late) - min(late) <= 0.04 * stated, figures  # some runs take steps of 2.4 MiB, of unknown cause
