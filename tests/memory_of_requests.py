@@ -8,7 +8,6 @@ target states them before its first request; `resident`, after every EVERY reque
 
 from __future__ import annotations
 
-import ctypes
 import json
 import random
 import sys
@@ -45,7 +44,7 @@ def main(folder: str, kv_bytes: int, requests: int, every: int) -> None:
 
     engine = TargetEngine(model, loaded.vocab_size, config, told, cost=cost)
     draw = random.Random(1)
-    started, resident, trimmed = 0, list[int](), list[int]()
+    started, resident = 0, list[int]()
     while done < requests:
         while started < requests and engine.sequence_count < TOGETHER:
             length = int(draw.triangular(*PROMPT_TOKENS, PROMPT_TOKENS[0]))
@@ -56,15 +55,12 @@ def main(folder: str, kv_bytes: int, requests: int, every: int) -> None:
         engine.step()
         if done // every > len(resident):
             resident.append(resident_bytes())
-            ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is no leak
-            trimmed.append(resident_bytes())
     told_all = {
         "baseline": baseline,
         "weights": stated.weights,
         "kv": stated.kv,
         "workspace": stated.workspace,
         "resident": resident,
-        "trimmed": trimmed,
         "done": done,
         "kv_touched": model.attention.touched_bytes(),
         "idle": model.pages.idle,
