@@ -105,7 +105,7 @@ def _debts(
             continue
         rows = _most_rows(item, most, load, cost, limit_s) if limit_s < float("inf") else most
         rows = max(rows, min(most, FEWEST_PROMPT_ROWS - given))
-        if rows < (min(most, LEAST_PROMPT_ROWS) if given else 1):
+        if rows < (min(most, LEAST_PROMPT_ROWS) if given >= FEWEST_PROMPT_ROWS else 1):
             break  # a few rows here and there cost more runs than they move prompts
         debts[item.key] = rows
         load += Load.of_run(rows, item.cached_len)

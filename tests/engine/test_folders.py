@@ -284,7 +284,11 @@ def test_an_index_is_served_as_transformers_does(folder: Path, sharded: bool, ra
         in_shards(folder)
     else:
         write_index(folder, dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors"))
+    entries = read_entries(str(folder))
     load(str(folder), ranks)
+    assert {entry.file.name for entry in entries.values()} == (
+        {"one.safetensors", "two.safetensors"} if sharded else {"model.safetensors"}
+    )
 
 
 @pytest.mark.parametrize("harm", [stale_index, index_of_a_part, empty_index])
