@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.core.cost import Load, PassCost
-from forerun.core.plan import FEWEST_PROMPT_ROWS, SLOWDOWN, WORTH, Share, Waiting, plan_pass
+from forerun.core.plan import FAINT, FEWEST_PROMPT_ROWS, SLOWDOWN, WORTH, Share, Waiting, plan_pass
 from forerun.core.tree import ROOT, NodeLaw, TokenTree
 
 UNKNOWN = PassCost()
@@ -320,7 +320,8 @@ def prefixes(waiting: list[Waiting[str]], plan: list[Share[str]], room: int) -> 
     for turn, share in enumerate(plan):
         tree, item = items[share.key].tree, items[share.key]
         if share.pays:
-            best = sorted((-reach_of(tree, row), tree.depth(row), row) for row in range(1, len(tree)))
+            looked_at = [row for row in range(1, len(tree)) if reach_of(tree, tree.parents[row]) >= FAINT]
+            best = sorted((-reach_of(tree, row), tree.depth(row), row) for row in looked_at)
             ranked += [(reach, depth, turn, item.cached_len + item.debt) for reach, depth, _ in best[: item.most_nodes]]
     tokens = float(sum(share.pays for share in plan))
     yield tokens, load, 0
