@@ -12,6 +12,7 @@ from forerun.core.cost import PassCost
 from forerun.core.params import Source
 from forerun.rpc.lane import Lane
 from forerun.runtime.calibrate import measure
+from forerun.runtime.memory import keep_workspace
 from forerun.runtime.serving import Loaded, LoadOptions, attach, hello, load
 from forerun.telemetry.tracing import Tracing
 
@@ -32,6 +33,7 @@ MEASURED_ROWS = 64
 
 async def serve(options: DraftOptions) -> None:
     """Runs until SIGTERM or SIGINT. Raises ModelRefused."""
+    keep_workspace()
     lane = Lane("engine")
     loaded, cost = await asyncio.wrap_future(lane.run(lambda: _prepared(options)))
     log.info("a step by its rows: %s", cost.describe())

@@ -11,6 +11,7 @@ from forerun.core.cost import PassCost
 from forerun.core.params import Source
 from forerun.rpc.lane import Lane
 from forerun.runtime.calibrate import measure
+from forerun.runtime.memory import keep_workspace
 from forerun.runtime.serving import Loaded, LoadOptions, attach, hello, load
 from forerun.telemetry.tracing import Tracing
 from target_worker.engine import TargetConfig, TargetEngine
@@ -31,6 +32,7 @@ class TargetOptions:
 async def serve(options: TargetOptions) -> None:
     """Runs until SIGTERM or SIGINT. Raises ModelRefused."""
     config = TargetConfig(max_sequences=options.max_sequences, ngram=options.ngram, chains=options.chains)
+    keep_workspace()
     lane = Lane("engine")
     loaded, cost = await asyncio.wrap_future(lane.run(lambda: _prepared(options, config)))
     log.info("a pass by its rows: %s", cost.describe())

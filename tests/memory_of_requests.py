@@ -18,7 +18,7 @@ from forerun.core.messages import Emit, Start, TargetParams
 from forerun.core.params import Sampling, SeqId
 from forerun.runtime.calibrate import measure
 from forerun.runtime.forward import TransformersModel
-from forerun.runtime.memory import resident_bytes
+from forerun.runtime.memory import keep_workspace, resident_bytes, settle
 from forerun.runtime.serving import LoadOptions, load
 from target_worker.engine import TargetConfig, TargetEngine
 
@@ -28,12 +28,14 @@ ANSWER_TOKENS = (2, 4)
 
 
 def main(folder: str, kv_bytes: int, requests: int, every: int) -> None:
+    keep_workspace()
     baseline = resident_bytes()
     loaded = load(LoadOptions(folder, dtype="float32", kv_memory=kv_bytes), draft=False, sequences=TOGETHER)
     model, config = loaded.model, TargetConfig(max_sequences=TOGETHER)
     cost = measure(model, config.row_budget)
     assert loaded.memory is not None and isinstance(model, TransformersModel)
     stated = loaded.memory()
+    settle()
 
     done = 0
 

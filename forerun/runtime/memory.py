@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,12 @@ GPU_SHARE = 0.9
 """The same on a GPU, which a worker has to itself; the rest is workspace."""
 
 MIB = 1 << 20
+
+KEPT = 1024 * MIB
+"""Freed memory that a worker keeps: more than the largest pass needs."""
+KEPT_PIECE = 256 * MIB
+"""A larger piece is mapped by itself and handed back at once: weights."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +111,35 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def keep_workspace() -> None:
+    """What a pass frees stays for the next one; to be called before a process starts threads.
+
+    The C library would hand large pieces back, and the system clear every page of them again in the next layer:
+    with long prompts that took as long as the products. Threads share one arena, since an arena of a thread's own
+    is handed back whatever was asked for. Nothing is done where the library does not know these options.
+    """
+    if (mallopt := _of_libc("mallopt")) is not None:
+        for option, value in ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, KEPT_PIECE), (_TRIM_THRESHOLD, KEPT)):
+            mallopt(option, value)
+
+
+def settle() -> None:
+    """For a process that has all it serves with: what is there now is no garbage, and is not searched for it again.
+
+    A full search of some million objects is a pause of several passes.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def give_back() -> None:
     """What was freed while loading goes back to the system, where the C library knows how."""
-    if sys.platform.startswith("linux"):
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    if (trim := _of_libc("malloc_trim")) is not None:
+        trim(0)
+
+
+def _of_libc(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 
 
 def _meminfo() -> dict[str, int]:

@@ -26,7 +26,7 @@ from forerun.core.errors import ModelRefused
 from forerun.runtime.batch import Batch
 from forerun.runtime.exchange import Exchange, PeerLost, SharedEnd, SharedExchange, TorchExchange
 from forerun.runtime.forward import TransformersModel
-from forerun.runtime.memory import give_back
+from forerun.runtime.memory import give_back, keep_workspace, settle
 from forerun.runtime.shards import ask_rows, connect, load_shard
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ def run_child(seat: Seat) -> None:
 
 def run_rank(seat: Seat) -> int:
     """Take the seat until rank 0 ends it. Returns an exit status; what went wrong is told to rank 0."""
+    keep_workspace()
     torch.set_num_threads(seat.spec.threads)
     with Client(seat.control, authkey=seat.key) as control:
         _say(control, rank=seat.rank)
@@ -132,6 +133,7 @@ def _compute(seat: Seat, control: Connection) -> None:
         connect(share, exchange)
         model = RankModel(share, spec.context_limit, spec.pages)
         give_back()
+        settle()
         _say(control, state="loaded")
         if control.recv_bytes() != b"open":
             return

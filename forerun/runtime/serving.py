@@ -19,7 +19,7 @@ from forerun.core.params import Source
 from forerun.rpc.lane import Lane
 from forerun.rpc.worker import Engine, Worker
 from forerun.runtime.distill import DRAFT
-from forerun.runtime.memory import MemoryUse, give_back, kv_budget, kv_pages, resident_bytes
+from forerun.runtime.memory import MemoryUse, give_back, kv_budget, kv_pages, resident_bytes, settle
 from forerun.runtime.models import described, load_causal_lm, numerics_id, resolve, revision
 from forerun.runtime.passes import Model
 from forerun.runtime.sim import PREFIX, SimModel, SimSpec
@@ -209,6 +209,7 @@ async def attach(
     lane: Lane,
 ) -> None:
     """Serve until SIGTERM or SIGINT. lane: where the model was loaded."""
+    settle()
     worker = Worker(greeting, coordinators)
     engine = make_engine(worker.emit)
     for number in (signal.SIGTERM, signal.SIGINT):

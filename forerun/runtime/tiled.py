@@ -1,9 +1,9 @@
 """Paged attention on the CPU: float32, in tiles, all runs of a pass in a few batched products.
 
 A product is one page against the query rows of one run. Scores of a run's pages stand side by side for one
-softmax, and what the pages contribute is added up page by page. So a row's bits depend on its own path
-alone: not on the run's length, the batch, or pages beyond its own (they weigh exactly 0). At least
-four query rows a product: fewer take another kernel, which adds in another order.
+softmax, and what the pages contribute is added up in pairs: page 2n and the next, then these pairs in pairs. So a
+row's bits depend on its own path alone: not on the run's length, the batch, or pages beyond its own (they weigh
+exactly 0). At least four query rows a product: fewer take another kernel, which adds in another order.
 
 K and V are kept as the model computes them and gathered into float32 page by page, which changes no bits: pages lie
 anywhere, a product for each costs more than gathering, and bfloat16 is half the bytes to read.
@@ -67,7 +67,7 @@ class Group:
         Tensor | None
     )  # [runs * kv_heads * lines * tiles] of [entries * kv_heads * lines + 1, TILE]; None: as is
     apart: Tensor | None  # [entries * kv_heads * lines] of [runs * kv_heads * lines * tiles, TILE]
-    tile: list[Tensor]  # by tile: the entries of the runs that have so many; these runs come first
+    by_tile: Tensor | None  # [tiles * runs] of [entries + 1]; None: as is
     position: Tensor  # [runs, lines]
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window
 
@@ -231,15 +231,22 @@ def _attend_group(
     if part.apart is not None:
         weights = weights.index_select(0, part.apart)
     weights = weights.view(-1, lines, TILE)
-    given = torch.empty((entries * kv_heads, lines, width))
+    given = torch.empty((entries + 1, kv_heads * lines, width))
+    given[-1] = -0.0  # stands where a run has no page: what it is added to keeps its bits, the sign of a zero too
     for block in part.blocks:
         here = slice(block.start * kv_heads, block.end * kv_heads)
-        _products(weights[here], gather(values, block), given[here])
-    given = given.view(entries, -1)
-    mixed = given.index_select(0, part.tile[0])  # [runs, kv_heads * lines * head_dim]
-    for tile in part.tile[1:]:
-        mixed[: len(tile)] += given.index_select(0, tile)
-    return mixed.view(-1, width)
+        _products(weights[here], gather(values, block), given[:-1].view(-1, lines, width)[here])
+    given = given[:-1] if part.by_tile is None else given.index_select(0, part.by_tile)
+    return _in_pairs(given.view(part.tiles, -1, width))
+
+
+def _in_pairs(given: Tensor) -> Tensor:
+    """given: [tiles, ...], overwritten -> [...], their sum. Which are added first depends on their places alone."""
+    step = 1
+    while step < len(given):
+        given[: len(given) - step : 2 * step] += given[step :: 2 * step]
+        step *= 2
+    return given[0]
 
 
 def _products(left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -321,6 +328,7 @@ def _group(batch: Batch, pieces: Pieces, chosen: Ints, heads: int, kv_heads: int
     entry = np.full(len(table), len(held), dtype=np.int64)  # of each place; one beyond where there is no page
     entry[held] = np.arange(len(held))
     by_tile = entry.reshape(runs, most_tiles)
+    in_order = np.array_equal(by_tile.T.ravel(), np.arange(len(held)))
     side_by_side = apart = None
     if most_tiles > 1 or runs > 1:
         each = np.arange(kv_heads * lines)
@@ -340,7 +348,7 @@ def _group(batch: Batch, pieces: Pieces, chosen: Ints, heads: int, kv_heads: int
         torch.from_numpy(asked.reshape(-1)),
         side_by_side,
         apart,
-        [torch.from_numpy(by_tile[: (tiles > tile).sum(), tile].copy()) for tile in range(most_tiles)],
+        None if in_order else torch.from_numpy(by_tile.T.flatten()),
         torch.from_numpy(batch.positions[row]),
     )
 
