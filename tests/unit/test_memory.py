@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from forerun.core.errors import ModelRefused
@@ -56,50 +51,3 @@ def test_what_is_said_at_start() -> None:
         "KV up to 300 MiB (38,400 tokens), 16 sequences in a pass"
     )
     assert resident_bytes() > 10 * MIB
-
-
-LAYERS = """
-import sys, threading, resource
-import torch
-from forerun.runtime.memory import keep_workspace
-
-if sys.argv[1] == "kept":
-    keep_workspace()
-
-
-def faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def layers(count):
-    for _ in range(count):
-        pieces = [torch.empty(20 << 20, dtype=torch.uint8).fill_(1) for _ in range(6)]
-        del pieces
-
-
-def lane():
-    layers(5)
-    before = faults()
-    layers(10)
-    print(faults() - before)
-
-
-thread = threading.Thread(target=lane)
-thread.start()
-thread.join()
-"""
-
-
-def test_what_a_pass_frees_is_there_for_the_next() -> None:
-    """Six pieces of 20 MiB, freed together, ten times: each would be 30,720 pages that the system clears."""
-
-    def faults(how: str) -> int:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        ended = subprocess.run(
-            [sys.executable, "-c", LAYERS, how], capture_output=True, text=True, timeout=60, env=environment
-        )
-        assert ended.returncode == 0, ended.stderr
-        return int(ended.stdout)
-
-    assert faults("kept") < 1000
-    assert faults("as it comes") > 100_000, "the C library keeps it by itself: keep_workspace can go"
