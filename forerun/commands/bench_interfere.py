@@ -103,7 +103,10 @@ async def _arrival(
 ) -> Interference:
     prompts = [f"Tell a long story about the number {rng.randrange(10**6)}." for _ in range(plan.streams)]
     mode = None if speculation else False
-    requests = [build_request(text, temperature=0.0, ignore_eos=True, speculation=mode) for text in prompts]
+    requests = [  # drawn: greedy stories soon repeat themselves, and then passes of all lookup finds are long alone
+        build_request(text, temperature=1.0, seed=rng.randrange(2**32), ignore_eos=True, speculation=mode)
+        for text in prompts
+    ]
     long = build_request(
         token_ids=random_ids(rng, info, plan.prompt_tokens), temperature=0.0, max_tokens=1, speculation=False
     )

@@ -69,12 +69,13 @@ def plan_pass(
     """Divide `row_budget` rows, in the order given where it does not reach (rotate it to be fair).
 
     Decoding first, then prompt chunks of at most `chunk` rows, then nodes, best first over all
-    sequences. Prompts may make a pass `slowdown` times as long as decoding alone would.
+    sequences. Prompts may make a pass `slowdown` times as long as decoding alone would; nodes are those that
+    would pay without them, or a pass that is long already would grow by all that comes cheap then.
     Returns shares in the order of `waiting`, without those that got nothing.
     """
-    debts, load = _debts(waiting, row_budget, chunk, cost, slowdown)
+    debts, load, decoding = _debts(waiting, row_budget, chunk, cost, slowdown)
     paid = [item for item in waiting if debts.get(item.key) == item.debt]
-    nodes = _nodes(paid, load, row_budget - load.rows, cost)
+    nodes = _nodes(paid, decoding if decoding.rows else load, row_budget - load.rows, cost)
     return [
         Share(item.key, debts[item.key], tuple(sorted(nodes.get(item.key, ()))), debts[item.key] == item.debt)
         for item in waiting
@@ -87,8 +88,8 @@ def plan_pass(
 
 def _debts(
     waiting: Sequence[Waiting[Key]], row_budget: int, chunk: int, cost: PassCost, slowdown: float
-) -> tuple[dict[Key, int], Load]:
-    """Rows by key, and what they cost together."""
+) -> tuple[dict[Key, int], Load, Load]:
+    """Rows by key, what they cost together, and what those cost that decode."""
     debts: dict[Key, int] = {}
     load = Load(0)
     spare = min(LEAST_PROMPT_ROWS, row_budget // 4) if any(item.debt > 1 for item in waiting) else 0
@@ -96,7 +97,8 @@ def _debts(
         if item.debt == 1 and load.rows < row_budget - spare:
             debts[item.key] = 1
             load += Load.of_run(1, item.cached_len)
-    alone_s = cost.alone(load) if debts else 0.0
+    decoding = load
+    alone_s = cost.alone(decoding) if debts else 0.0
     limit_s = slowdown * alone_s if alone_s > 0.0 else float("inf")
     given = 0
     for item in waiting:
@@ -110,7 +112,7 @@ def _debts(
         debts[item.key] = rows
         load += Load.of_run(rows, item.cached_len)
         given += rows
-    return debts, load
+    return debts, load, decoding
 
 
 def _most_rows(item: Waiting[Key], most: int, load: Load, cost: PassCost, limit_s: float) -> int:

@@ -314,9 +314,10 @@ def test_every_plan_keeps_its_bounds(waiting: list[Waiting[str]], budget: int, c
 
 def prefixes(waiting: list[Waiting[str]], plan: list[Share[str]], room: int) -> Iterator[tuple[float, Load, int]]:
     """(tokens, load, nodes) of every prefix of the nodes, best first: the slow obvious version."""
-    load, items, ranked = Load(0), {item.key: item for item in waiting}, []
-    for share in plan:
-        load += Load.of_run(share.debt_rows, items[share.key].cached_len)
+    items, ranked = {item.key: item for item in waiting}, []
+    runs = {share.key: Load.of_run(share.debt_rows, items[share.key].cached_len) for share in plan}
+    decoding = [load for key, load in runs.items() if items[key].debt == 1]
+    load = sum(decoding or runs.values(), Load(0))
     for turn, share in enumerate(plan):
         tree, item = items[share.key].tree, items[share.key]
         if share.pays:
@@ -342,6 +343,18 @@ def test_no_other_number_of_nodes_commits_more_per_second(
     chosen = sum(len(share.nodes) for share in plan)
     rates = {count: tokens / cost.seconds(load) for tokens, load, count in prefixes(waiting, plan, room) if load.rows}
     assert not rates or rates[chosen] >= max(rates.values()) * (1 - 1e-9)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(waiting_lists, costs)
+def test_a_prompt_that_is_read_changes_no_node_of_those_that_decode(
+    waiting: list[Waiting[str]], cost: PassCost
+) -> None:
+    """A pass that is long already would take in whatever comes cheap then, and be longer still."""
+    waiting = [replace(item, debt=1) for item in waiting] or [decoding("one", chain(0.9, 0.8))]
+    alone = nodes_of(plan_pass(waiting, 1000, 64, cost))
+    beside = nodes_of(plan_pass([*waiting, prefilling("long", 4000)], 1000, 64, cost))
+    assert {key: nodes for key, nodes in beside.items() if key != "long"} == alone
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
