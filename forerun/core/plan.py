@@ -32,7 +32,7 @@ LEAST_PROMPT_ROWS = 16
 FEWEST_PROMPT_ROWS = 4
 """Prompts move on by so many rows a pass whatever that costs the others: even the longest comes to its end."""
 
-SLOWDOWN = 1.75
+SLOWDOWN = 1.5
 """How many times as long as decoding alone prompts may make a pass; single passes are off by half as much again."""
 
 TYPICAL = 0.6

@@ -208,7 +208,8 @@ def test_a_chunk_behind_a_long_context_is_smaller() -> None:
         for cached in (0, 1000, 4000, 1000000)
     ]
     assert chunks == sorted(chunks, reverse=True)
-    assert 60 < chunks[0] <= 75 and chunks[2] < 30 and chunks[3] == FEWEST_PROMPT_ROWS
+    most = 100 * (SLOWDOWN - 1.0)  # 100 rows double the pass
+    assert 0.8 * most < chunks[0] <= most and chunks[2] < 30 and chunks[3] == FEWEST_PROMPT_ROWS
 
 
 # --- rejection sampling ------------------------------------------------------------------------------
