@@ -211,6 +211,32 @@ def test_the_likeliest_begin_with_the_lowest_id_of_a_tie() -> None:
     torch.testing.assert_close(shares, logits.softmax(-1).gather(1, ids))
 
 
+@pytest.mark.parametrize("vocab", [5, 128, 300, 49152])
+@pytest.mark.parametrize("count", [1, 3, 32])
+def test_the_likeliest_are_those_of_a_look_at_all(vocab: int, count: int) -> None:
+    logits = 4.0 * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab))
+    ids, shares = likeliest(logits, count)
+    wanted, places = logits.softmax(-1).topk(min(count, vocab))
+    assert ids.tolist() == places.tolist()
+    torch.testing.assert_close(shares, wanted)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 128, 300, 49152])
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 2.0])
+def test_a_draw_is_where_the_running_sum_of_chances_passes_it(vocab: int, temperature: float) -> None:
+    made = torch.Generator().manual_seed(vocab)
+    logits, draws = 4.0 * torch.randn(64, vocab, generator=made), torch.rand(64, generator=made)
+    logits[:, ::3] = -torch.inf  # never drawn
+    logits[:, -1] = 0.0
+    draws[:4] = torch.tensor([0.0, 1.0 - 2**-24, 0.5, 0.999999])
+    drawn = sample(logits, torch.full((64,), temperature), draws)
+    chances = (logits.double() / temperature).softmax(-1)
+    reached = chances.cumsum(-1).gather(1, drawn[:, None])[:, 0]
+    own = chances.gather(1, drawn[:, None])[:, 0]
+    assert (own > 0.0).all()
+    assert (reached > draws - 1e-5).all() and (reached - own <= draws + 1e-5).all()
+
+
 def test_the_head_gets_what_the_target_is_likeliest_to_say() -> None:
     top = np.array([[[0, 0], [5, 9], [5, 2], [3, 3]]])
     shares = np.array([[[0, 0], [0.9, 0.1], [0.5, 0.5], [1, 0]]], np.float16)

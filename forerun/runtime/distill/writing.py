@@ -29,6 +29,10 @@ QUESTION_TEMPERATURE = 1.0
 """Whatever the answers': colder questions would be the same few in every row."""
 
 
+PIECE = 128
+"""Ids that are looked at together, where one look at all of a vocabulary has to do."""
+
+
 class Kind(IntEnum):
     """Who wrote a token."""
 
@@ -135,13 +139,21 @@ def write(
 def sample(logits: Tensor, temperatures: Tensor, draws: Tensor) -> Tensor:
     """[rows, vocab] float32, [rows], [rows] in [0, 1) -> [rows] ids; temperature 0 is argmax.
 
-    By one number a row and the running sum: noise for a whole vocabulary costs more than the pass of a small target.
+    By one number a row and running sums, first of pieces and then within one: noise for a whole vocabulary, or its
+    running sum, costs more than the pass of a small target.
     """
-    greedy = logits.argmax(-1)
-    scaled = logits / temperatures.clamp(min=1e-4)[:, None]
-    reached = scaled.softmax(-1).cumsum(-1)
-    drawn = torch.searchsorted(reached, draws[:, None] * reached[:, -1:], right=True)[:, 0]
-    return torch.where(temperatures > 0, drawn.clamp(max=logits.shape[1] - 1), greedy)
+    best, greedy = logits.max(-1)
+    weights = ((logits - best[:, None]) / temperatures.clamp(min=1e-4)[:, None]).exp_()
+    pieces = _pieces(weights, 0.0)
+    reached = pieces.sum(-1).cumsum(-1)  # [rows, pieces]
+    aim = draws[:, None] * reached[:, -1:]
+    piece = torch.searchsorted(reached, aim, right=True).clamp_(max=reached.shape[1] - 1)
+    before = torch.where(piece > 0, reached.gather(1, (piece - 1).clamp(min=0)), 0.0)
+    within = pieces.gather(1, piece[:, :, None].expand(-1, -1, PIECE))[:, 0].cumsum(-1)  # [rows, PIECE]
+    place = torch.searchsorted(within, aim - before, right=True)
+    # Rounding may lead past the last weight of a piece: then it is the last one that has any.
+    place = torch.minimum(place, (within < within[:, -1:]).sum(-1, keepdim=True))
+    return torch.where(temperatures > 0, (piece * PIECE + place)[:, 0], greedy)
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -149,8 +161,24 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     The first is the lowest id among ties, as the target picks; top-k alone promises no order among them.
     """
-    values, ids = logits.topk(min(count, logits.shape[1]))
-    first = logits.argmax(-1, keepdim=True)
+    count = min(count, logits.shape[1])
+    best, first = logits.max(-1, keepdim=True)
+    pieces = _pieces(logits, -torch.inf)
+    if count <= pieces.shape[1]:  # the likeliest are in the pieces whose own likeliest are
+        chosen = pieces.amax(-1).topk(count, sorted=False).indices  # [rows, count]
+        few = pieces.gather(1, chosen[:, :, None].expand(-1, -1, PIECE)).flatten(1)
+        values, places = few.topk(count)
+        ids = chosen.gather(1, places // PIECE) * PIECE + places % PIECE
+    else:
+        values, ids = logits.topk(count)
     ids = torch.where(ids == first, ids[:, :1], ids)  # the two change places
     ids[:, :1] = first
-    return ids, (values - logits.logsumexp(-1, keepdim=True)).exp()
+    return ids, (values - best).exp_() / (logits - best).exp_().sum(-1, keepdim=True)
+
+
+def _pieces(rows: Tensor, rest: float) -> Tensor:
+    """[rows, vocab] -> [rows, pieces, PIECE], the last one filled up with `rest`; a view if there is none."""
+    over = -rows.shape[1] % PIECE
+    if over:
+        rows = torch.nn.functional.pad(rows, (0, over), value=rest)
+    return rows.view(len(rows), -1, PIECE)
