@@ -26,7 +26,7 @@ from forerun.core.plan import Share, plan_pass
 from forerun.core.sequence import Landing
 from forerun.core.spans import Record, record_nothing
 from forerun.core.walk import Walk
-from forerun.runtime.passes import Model, Run
+from forerun.runtime.passes import Model, Row, Run
 from target_worker.lineup import Key, Lineup
 from target_worker.sequence import NotFinite, TargetSequence
 
@@ -247,20 +247,21 @@ class TargetEngine:
 
     def _finish_share(self, share: Share[TargetSequence], logits: list[NDArray[np.float32]], started_ns: int) -> None:
         sequence = share.key
-        if not share.pays:
-            sequence.prefilled()
-            return
         try:
-            self._tell(sequence, self._settle(sequence, logits), started_ns)
+            if not share.pays:
+                sequence.prefilled(logits[0])
+                return
+            rows = sequence.rows_by_node(logits)
+            if not sequence.doubts(rows):
+                self._tell(sequence, self._settle(sequence, rows, branched=len(logits) > 1), started_ns)
         except (SequenceRefused, ArithmeticError, LookupError, ValueError) as error:
             # One request's trouble: the others of this pass go on.
             log.exception("sequence %s", sequence.seq)
             self._drop((sequence.link, sequence.seq), poisoned=isinstance(error, NotFinite))
             self._emit(sequence.link, Refused(sequence.seq, str(error), traceparent=sequence.traceparent))
 
-    def _settle(self, sequence: TargetSequence, logits: list[NDArray[np.float32]]) -> _Settled:
-        """Pick, walk and commit for one sequence. logits: [rows, vocab] of each of its runs."""
-        rows = sequence.rows_by_node(logits)
+    def _settle(self, sequence: TargetSequence, rows: dict[int, Row], *, branched: bool) -> _Settled:
+        """Pick, walk and commit for one sequence. rows: logits [vocab] of its root and of every checked node."""
         base_len = sequence.text.committed_len
         checked = [node for node in rows if node]
         decided = sequence.judge(rows)
@@ -268,7 +269,7 @@ class TargetEngine:
         depth = sequence.deepest(checked)
         digests = sequence.digests(decided, rows)
         finish = sequence.commit(decided, checked, self._clock())
-        return _Settled(base_len, len(checked), depth, len(logits) > 1, decided, finish, fresh, digests)
+        return _Settled(base_len, len(checked), depth, branched, decided, finish, fresh, digests)
 
     def _tell(self, sequence: TargetSequence, settled: _Settled, started_ns: int) -> None:
         """Span, Emit, and the end if it is one."""

@@ -30,6 +30,9 @@ MOST_NODES = 256
 """Bound of the hint store of one sequence."""
 
 
+_SICK = "the model's logits for this sequence are not numbers"
+
+
 class NotFinite(SequenceRefused):
     """A row that decides a token is no number."""
 
@@ -84,6 +87,7 @@ class TargetSequence:
         self._hit: Hit | None = None  # what was known when the pass that runs began
         self._span: tuple[int, int, dict[str, int]] | None = None  # of the last pass, while its verdict is open
         self.spans = SpanWindow(record, start.traceparent, "verify", "decode.window", start.params.trace_detail)
+        self._unguessed = False  # its next pass checks nothing
         self.sick = False  # rows of the last pass that decided nothing are no numbers
         self._laid: list[tuple[Run, tuple[int, ...]]] = []  # its runs of the pass, and the nodes each computes
 
@@ -95,7 +99,7 @@ class TargetSequence:
     @property
     def most_nodes(self) -> int:
         """Nodes that may be checked now: the token after the last of them needs room too."""
-        return max(0, min(self.params.max_draft_tokens, self.room - 1))
+        return 0 if self._unguessed else max(0, min(self.params.max_draft_tokens, self.room - 1))
 
     @property
     def debt(self) -> int:
@@ -187,13 +191,13 @@ class TargetSequence:
             path = self.kv.extend(len(debt) + len(lines[0][1]))
         except OutOfPages:
             # As many as its last page has room for: that depends on nothing that was drawn.
-            path = self.kv.extend(len(debt))
-            room = len(path.pages) * TILE - start - len(debt)
-            lines = [(-1, lines[0][1][:room])]
+            lines = [(-1, lines[0][1][: -(start + len(debt)) % TILE])]
             path = self.kv.extend(len(debt) + len(lines[0][1]))
         nodes = lines[0][1]
         guessed = tuple(self.text.tree.tokens[node] for node in nodes)
-        trunk = Run(path, debt + guessed, start, 1 + len(nodes) if share.pays else 0)
+        # A prompt's row is looked at wherever it fills a page, so that the page is kept and found.
+        fills = (start + len(debt)) // TILE > start // TILE
+        trunk = Run(path, debt + guessed, start, 1 + len(nodes) if share.pays else int(fills))
         runs: list[Run | None] = [trunk]
         self._laid = [(trunk, nodes)]
         for leaves, nodes in lines[1:]:
@@ -256,11 +260,29 @@ class TargetSequence:
         self.hinted = True
         return landing
 
-    def prefilled(self) -> None:
-        """Rows of its prompt were computed and nothing was to be decided."""
+    def prefilled(self, rows: NDArray[np.float32]) -> None:
+        """Rows of its prompt were computed and nothing was to be decided. rows: logits of the last one, or of none.
+
+        Raises NotFinite.
+        """
+        if len(rows) and not _finite(rows[-1]):
+            raise NotFinite(_SICK)
         ((run, _),) = self._laid
         self._laid.clear()
-        self.kv.commit(self.text.tokens, run.start + len(run.tokens), judged=False)
+        self.kv.commit(self.text.tokens, run.start + len(run.tokens), judged=len(rows) > 0)
+
+    def doubts(self, rows: Mapping[int, Row]) -> bool:
+        """Whether its root's row is no number, and a guess may be why: it stood in the root's page.
+
+        Then what the pass computed is given up, to be computed again without guesses.
+        """
+        if len(rows) == 1 or _finite(rows[ROOT]):
+            return False
+        self.unlay(poisoned=True)
+        self.kv.cleanse()
+        self.text.rewind(self.text.committed_len)
+        self._unguessed = True
+        return True
 
     def rows_by_node(self, logits: Sequence[NDArray[np.float32]]) -> dict[int, Row]:
         """Of the root and every node that was computed, from the logits of its runs."""
@@ -279,7 +301,7 @@ class TargetSequence:
         tree, base_len = self.text.tree, self.text.committed_len
         sound = {node for node, row in rows.items() if _finite(row)}
         if ROOT not in sound:
-            raise NotFinite("the model's logits for this sequence are not numbers")
+            raise NotFinite(_SICK)
 
         def pick(node: int, depth: int, child: int | None) -> int:
             proposal = None if child is None else Proposal(tree.tokens[child], tree.laws[child])
@@ -345,6 +367,7 @@ class TargetSequence:
             self.kv.cleanse()
         else:
             self._keep_winner(cached_len, decided.path[-1] if decided.path else ROOT)
+        self._unguessed = False
         self.settled_rows = len(self.text.tree)
         if self._ngram is not None:
             self._ngram.extend(decided.tokens)

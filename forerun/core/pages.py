@@ -119,12 +119,12 @@ class Pages:
     def release(self, pages: Sequence[int], poisoned: bool = False) -> None:
         """The last page first: what lies below a page must be idle before it.
 
-        poisoned: they may hold what is no number. Nobody finds them any more, and who takes them next finds zeros:
-        a column that a row does not see weighs 0, and 0 times such a value is no number either.
+        poisoned: those that are not known may hold what is no number, so who takes them next finds zeros: a column
+        that a row does not see weighs 0, and 0 times such a value is no number either. What is known was judged.
         """
         for page in reversed(pages):
-            if poisoned:
-                self._condemn(page)
+            if poisoned and page not in self._known:
+                self._condemned.add(page)
             self._holders[page] -= 1
             if self._holders[page] == 0:
                 self._let_go(page)
@@ -137,18 +137,6 @@ class Pages:
             self._condemned.discard(page)
             self._dirty.add(page)
         heapq.heappush(self._free, page)
-
-    def _condemn(self, page: int) -> None:
-        """And all that is known to follow it."""
-        self._condemned.add(page)
-        if page not in self._known:
-            return
-        for below in [below for pages in self._known[page].below.values() for below in pages]:
-            self._condemn(below)
-            if self._holders[below] == 0:
-                self._let_go(below)
-        self._unpublish(page)
-        self._idle.pop(page, None)
 
     # --- growing -------------------------------------------------------------------------------
 

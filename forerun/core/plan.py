@@ -75,7 +75,11 @@ def plan_pass(
     """
     debts, load, decoding = _debts(waiting, row_budget, chunk, cost, slowdown)
     paid = [item for item in waiting if debts.get(item.key) == item.debt]
-    nodes = _nodes(paid, decoding if decoding.rows else load, row_budget - load.rows, cost)
+    if decoding.rows:
+        alone = sum(item.debt == 1 for item in paid)
+        nodes = _nodes(paid, alone, decoding, row_budget - load.rows, cost)
+    else:
+        nodes = _nodes(paid, len(paid), load, row_budget - load.rows, cost)
     return [
         Share(item.key, debts[item.key], tuple(sorted(nodes.get(item.key, ()))), debts[item.key] == item.debt)
         for item in waiting
@@ -148,8 +152,11 @@ class _Candidates:
         self.tiles.append((columns + depth + TILE - 1) // TILE)
 
 
-def _nodes(paid: Sequence[Waiting[Key]], load: Load, room: int, cost: PassCost) -> dict[Key, list[int]]:
-    """Rows to check by key: of all nodes, best first, the prefix that is expected to commit most per second."""
+def _nodes(paid: Sequence[Waiting[Key]], certain: int, load: Load, room: int, cost: PassCost) -> dict[Key, list[int]]:
+    """Rows to check by key: of all nodes, best first, the prefix that is expected to commit most per second.
+
+    certain: tokens that a pass of `load` commits without any.
+    """
     if room < 1:
         return {}
     found = _Candidates()
@@ -160,7 +167,7 @@ def _nodes(paid: Sequence[Waiting[Key]], load: Load, room: int, cost: PassCost) 
                 found.add(owner, row, depth, reach, columns)
     ranked = _ranked(paid, found, room)
     chosen: dict[Key, list[int]] = {}
-    for index in ranked[: _paying(len(paid), load, ranked, found, cost)]:
+    for index in ranked[: _paying(certain, load, ranked, found, cost)]:
         item, row = paid[found.owner[index]], found.row[index]
         if row < len(item.tree):  # else a drawn node that was allowed for and is not there
             chosen.setdefault(item.key, []).append(row)
@@ -183,18 +190,18 @@ def _ranked(paid: Sequence[Waiting[Key]], found: _Candidates, room: int) -> list
     return ranked
 
 
-def _paying(paid: int, load: Load, ranked: list[int], found: _Candidates, cost: PassCost) -> int:
-    """How many of `ranked` to check: max of (paid + sum of reach) / seconds over every prefix.
+def _paying(certain: int, load: Load, ranked: list[int], found: _Candidates, cost: PassCost) -> int:
+    """How many of `ranked` to check: max of (certain + sum of reach) / seconds over every prefix.
 
     Over every one, since padding makes the cost a staircase: a node that opens a step may pay
     only with those that stand on the same step.
     """
     reach = np.array([found.reach[index] for index in ranked], dtype=np.float64)
     tiles = np.array([found.tiles[index] for index in ranked], dtype=np.int64)
-    seconds = cost.along(load, tiles, mixing=paid > 1)
+    seconds = cost.along(load, tiles, mixing=certain > 1)
     if seconds[0] <= 0.0:
         return int(np.count_nonzero(reach >= WORTH))
-    tokens = paid + np.concatenate(([0.0], np.cumsum(reach)))
+    tokens = certain + np.concatenate(([0.0], np.cumsum(reach)))
     return int(np.argmax(tokens / seconds))  # the first of equals: no row for nothing
 
 

@@ -109,10 +109,18 @@ class TokenTree:
         source: Source | None = None,
         law: NodeLaw | None = None,
     ) -> int:
-        """Row of `token` below `parent`, added if it is not there; the first law stays, the best score wins."""
+        """Row of `token` below `parent`, added if it is not there; the first law stays.
+
+        A score means something beside its source only: a draft's stands for what lookup found too, and of one
+        source the best counts.
+        """
         known = self._children[parent].get(token)
         if known is not None:
-            self.scores[known] = max(self.scores[known], score)
+            theirs, own = _rank(source), _rank(self.sources[known])
+            if theirs > own:
+                self.sources[known], self.scores[known] = source, score
+            elif theirs == own:
+                self.scores[known] = max(self.scores[known], score)
             return known
         row = len(self.tokens)
         self.tokens.append(token)
@@ -198,12 +206,14 @@ class TokenTree:
             yield node
 
     def graft(self, other: TokenTree, start: int = ROOT, bounds: Bounds | None = None, depth: int = 1 << 30) -> int:
-        """Union with what `other` holds below its row `start`, below this root; returns how many nodes were new.
+        """Union with what `other` holds below its row `start`, below this root.
+
+        Returns how many nodes were new, or lookup's alone so far.
 
         Idempotent; independent of order as long as no bound bites. `depth` is the deepest node taken.
         """
         bounds = bounds or Bounds()
-        before = len(self.tokens)
+        new = 0
         mapped = {start: (ROOT, 0)}
         for row in range(start + 1, len(other.tokens)):
             parent, above = mapped.get(other.parents[row], (-1, 0))
@@ -211,16 +221,16 @@ class TokenTree:
                 continue
             token = other.tokens[row]
             children = self._children[parent]
-            if token not in children and (
-                self.node_count >= bounds.most_nodes
-                or not bounds.allows(token, other.laws[row], other.sources[row])
-                or (bounds.one_child and children)
+            known = children.get(token)
+            if not bounds.allows(token, other.laws[row], other.sources[row]) or (
+                known is None and (self.node_count >= bounds.most_nodes or (bounds.one_child and children))
             ):
                 continue
+            new += known is None or _rank(other.sources[row]) > _rank(self.sources[known])
             node = self.add(parent, token, other.scores[row], other.sources[row], other.laws[row])
             if token not in bounds.ends:
                 mapped[row] = (node, above + 1)
-        return len(self.tokens) - before
+        return new
 
     def subtree(self, node: int) -> tuple[TokenTree, dict[int, int]]:
         """The tree below `node` with `node` as its root, and new row by old row."""
@@ -246,3 +256,8 @@ class TokenTree:
                 mapped[self.parents[row]], self.tokens[row], self.scores[row], self.sources[row], self.laws[row]
             )
         return part
+
+
+def _rank(source: Source | None) -> int:
+    """Whose a node is that several guessed."""
+    return -2 if source is None else -1 if source is Source.NGRAM else source.value

@@ -124,10 +124,12 @@ class EngineThread:
             self._failed(error)
 
     def _drain(self, wait_s: float) -> bool:
-        """Handle what is there, waiting at most `wait_s` for the first. False: stop."""
+        """Handle what is there, waiting at most `wait_s` for the first; what comes meanwhile waits for the next time,
+        or who sends fast enough would keep passes from running. False: stop.
+        """
         try:
             item = self._inbox.get(timeout=wait_s) if wait_s > 0 else self._inbox.get_nowait()
-            while True:
+            for left in range(self._inbox.qsize(), -1, -1):
                 if item is None:
                     return False
                 link, command, arrived = item
@@ -135,7 +137,9 @@ class EngineThread:
                     self._engine.drop_link(link)
                 else:
                     self._engine.handle(link, command, arrived)
-                item = self._inbox.get_nowait()
+                if left:
+                    item = self._inbox.get_nowait()
+            return True
         except queue.Empty:
             return True
         finally:

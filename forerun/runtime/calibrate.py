@@ -15,7 +15,7 @@ OTHER_ROWS = (40, 56, 80, 112, 144, 160, 176, 208, 224, 240)
 are compiled and kept at its first pass. That belongs to the start and to the memory that is stated then."""
 
 LOGIT_ROWS = 32
-"""Up to so many rows are nodes, which are all judged; more are a prompt's."""
+"""Up to so many rows are timed as nodes, which are all judged; more as a prompt's. Rows of logits have code too."""
 
 FAR = 8
 """Tiles of the longest context that is tried."""
@@ -41,9 +41,9 @@ def _measure(model: Model, row_budget: int, clock: Callable[[], float]) -> PassC
     reach = min(FAR, model.pages.count, model.context_limit // TILE)
     path = KV(model.pages).extend(max(reach, 1) * TILE)
 
-    def run_of(rows: int, start: int, where: Path) -> Run:
+    def run_of(rows: int, start: int, where: Path, judged: int = LOGIT_ROWS) -> Run:
         tokens = tuple(at * 31 % model.vocab_size for at in range(rows))
-        return Run(where, tokens, start, rows if rows <= LOGIT_ROWS else 1)
+        return Run(where, tokens, start, rows if rows <= judged else 1)
 
     def seconds(rows: int, start: int) -> float:
         return best_of([run_of(rows, start, path)])
@@ -63,9 +63,9 @@ def _measure(model: Model, row_budget: int, clock: Callable[[], float]) -> PassC
     most = min(row_budget, room, model.context_limit - 1)
     seconds(most, 0)  # the largest first: it sizes the workspace, and warms up
     curve = [(rows, seconds(rows, 0)) for rows in ROWS if rows <= most]
-    for rows in OTHER_ROWS:
+    for rows in (*OTHER_ROWS, *(rows for rows in ROWS if rows > LOGIT_ROWS)):
         if rows <= most and clock() - began < LONGEST_S:
-            model.forward([run_of(rows, 0, path)])
+            model.forward([run_of(rows, 0, path, rows)])
     tile_s = row_tile_s = 0.0
     far = max(reach - 1, 0) * TILE
     if far > TILE and curve[-1][0] >= 64:

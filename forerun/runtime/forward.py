@@ -152,7 +152,7 @@ class TransformersModel:
     @property
     def numerics(self) -> str:
         """What decides its bits beside weights, dtype and versions."""
-        return "tiled" if self._graphed is None else self._graphed.numerics
+        return "tiled, pairs" if self._graphed is None else self._graphed.numerics
 
     def restart(self) -> None:
         """Nothing to bring back: the model is this process."""

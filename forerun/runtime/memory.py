@@ -28,7 +28,6 @@ KEPT = 1024 * MIB
 """Freed memory that a worker keeps: more than the largest pass needs."""
 KEPT_PIECE = 256 * MIB
 """A larger piece is mapped by itself and handed back at once: weights."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +115,13 @@ def keep_workspace() -> None:
 
     The C library would hand large pieces back, and the system clear every page of them again in the next layer:
     with long prompts that took as long as the products. Threads share one arena, since an arena of a thread's own
-    is handed back whatever was asked for. Nothing is done where the library does not know these options.
+    is handed back whatever was asked for. Where the library does not know these options it is said.
     """
-    if (mallopt := _of_libc("mallopt")) is not None:
-        for option, value in ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, KEPT_PIECE), (_TRIM_THRESHOLD, KEPT)):
-            mallopt(option, value)
+    options = (("arenas", -8, 1), ("mmap threshold", -3, KEPT_PIECE), ("trim threshold", -1, KEPT))  # malloc.h
+    mallopt = _of_libc("mallopt")
+    refused = [name for name, option, value in options if mallopt is None or mallopt(option, value) != 1]
+    if refused:
+        log.warning("the C library takes no %s: long prompts are slower", ", ".join(refused))
 
 
 def settle() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 _PIECE = 8192
 """Elements. PyTorch computes so few in one thread, whatever the function; a multiple of every vector length."""
 
-_VECTOR = 64
-"""Elements of the longest vector PyTorch computes with, and more."""
+_VECTOR = 128
+"""Twice the most elements that PyTorch computes together, in two vectors: so halves are whole too."""
 
 _MODULES = ("transformers.activations", "torch.nn.modules.activation")
 

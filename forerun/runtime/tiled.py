@@ -29,7 +29,7 @@ _LEAST_LINES = 4
 _MOST_SLICES = 6
 _FEW_TILES = 4
 SCORES_BYTES = 32 << 20
-"""Of the scores that are computed at once, as far as one row of one run allows. A pass has some five times as much."""
+"""Of the scores that are computed at once, as far as one row of one run allows. A pass has some copies of them."""
 
 _WORTH_A_SPAN = 3
 """Neighbouring pages from which on they are fetched as one piece rather than one by one."""
@@ -122,7 +122,9 @@ class TiledAttention:
         return 2 * self._keys[:, 0].nbytes
 
     def transient_bytes(self, rows: int, columns: int) -> int:
-        return 5 * min(SCORES_BYTES, 4 * self._heads * rows * columns)
+        # Scores and weights, as computed and in order; the query once for every page, and twice what a page gives.
+        copies = 3 + 3 * self._keys.shape[3] / TILE
+        return int(copies * min(SCORES_BYTES, 4 * self._heads * rows * columns))
 
     def touched_bytes(self) -> int:
         return len(self._touched) * self._page_bytes

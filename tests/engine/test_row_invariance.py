@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path as Folder
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +14,18 @@ import torch
 from models import tiny_model
 from numpy.typing import NDArray
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import GELUTanh
 
 from forerun.core.errors import ModelRefused
-from forerun.core.pages import KV, TILE
+from forerun.core.pages import KV, TILE, Path
 from forerun.runtime import tiled
 from forerun.runtime.batch import lower
 from forerun.runtime.forward import TransformersModel
 from forerun.runtime.models import load_causal_lm
 from forerun.runtime.passes import Run
 from forerun.runtime.steady import Steady
-from forerun.runtime.tiled import Gather, TiledAttention, blocks
+from forerun.runtime.tiled import Gather, TiledAttention, _in_pairs, blocks
 
 LENGTH = 150  # crosses a column tile
 
@@ -158,7 +161,7 @@ def test_rollback_leaves_no_trace(model: TransformersModel, one_by_one: NDArray[
     kv.release()
 
 
-def test_rollback_moves_as_little_after_4000_tokens_as_after_100(tmp_path: Path) -> None:
+def test_rollback_moves_as_little_after_4000_tokens_as_after_100(tmp_path: Folder) -> None:
     """Nothing is copied when guesses are rolled back, and one page when a branch had a tail of its own."""
     folder = tiny_model(tmp_path / "m", layers=1, context=4_400)
     model = TransformersModel(load_causal_lm(folder, "float32"), 4_400, pages=80)
@@ -235,20 +238,95 @@ def test_keys_of_another_type_are_refused() -> None:
         attention.attend(0, torch.zeros((2, 4, 8)), key, key, 1.0, None, None)
 
 
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    torch.set_num_threads(3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_far_into_a_text_does_not_depend_on_shorter_or_longer_company(tmp_path: Folder, dtype: str) -> None:
+    """Contexts of 3 to 11 pages: what pages give is added up in an order of its own, whoever has more or fewer."""
+    torch.set_num_threads(1)
+    folder = tiny_model(tmp_path / "model", layers=1, context=2048)
+    model = TransformersModel(load_causal_lm(folder, dtype), 2048, 80)
+    text = tuple(random.Random(1).randrange(256) for _ in range(1300))
+    for length in (300, 390, 520, 640, 650, 1200):
+        model.pages.forget()
+        own = KV(model.pages).extend(length + 4)
+        model.forward([Run(own, text[:length], 0, 1)])
+        row = Run(own, text[length : length + 1], length, 1)
+        (alone,) = model.forward([row])
+        alone = alone.copy()
+        for other in (100, 400, 700, 1290):
+            path = KV(model.pages).extend(other + 4)
+            model.forward([Run(path, text[:other], 0, 1)])
+            for rows in (1, 3):
+                _, beside = model.forward([Run(path, text[:rows], other, 1), row])
+                assert np.array_equal(beside, alone), (length, other, rows)
+
+
+def test_pages_are_added_in_pairs_by_their_places() -> None:
+    """Another order is other numerics: then `TransformersModel.numerics` says so too."""
+    given = torch.tensor([1e8, 1.0, -1e8, 3.0, 0.5])[:, None]
+    (total,) = _in_pairs(given.clone())
+    one, two = given[0] + given[1], given[2] + given[3]
+    assert torch.equal(total, ((one + two) + given[4])[0])
+    assert total != given.sum()
+    blank = torch.full((8, 1), -0.0)
+    blank[:5] = given
+    assert torch.equal(_in_pairs(blank)[0], total)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_what_attention_takes_at_most_is_what_it_states(head_dim: int, scattered: bool) -> None:
+    heads, kv_heads, rows, columns = 8, 2, 128, 4096
+    attention = TiledAttention(1, 40, heads, kv_heads, head_dim)
+    pages = list(range(columns // TILE))
+    if scattered:
+        random.Random(1).shuffle(pages)
+    attention.begin(lower([Run(Path(pages), tuple(range(rows)), columns - rows, 0)], []))
+    query, key = torch.zeros(heads, rows, head_dim), torch.zeros(kv_heads, rows, head_dim)
+    with Living() as living:
+        attention.attend(0, query, key, key, 0.1, None, None)
+    stated = attention.transient_bytes(rows, columns)
+    assert 0.6 * stated < living.most <= 1.02 * stated
+
+
+class Living(TorchDispatchMode):
+    """How many bytes of tensors that were made within it lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            storage, given = made.untyped_storage(), [*args, *(kwargs or {}).values()]
+            old = {tensor.untyped_storage().data_ptr() for tensor in given if isinstance(tensor, torch.Tensor)}
+            if storage.data_ptr() not in old | self._seen:
+                self._seen.add(storage.data_ptr())
+                self._now += storage.nbytes()
+                self.most = max(self.most, self._now)
+                weakref.finalize(storage, self._gone, storage.data_ptr(), storage.nbytes())
+        return made
+
+    def _gone(self, at: int, size: int) -> None:
+        self._seen.discard(at)
+        self._now -= size
+
+
+@pytest.fixture(params=[2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("function", [nn.SiLU(), nn.GELU(approximate="tanh"), GELUTanh()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [2_048, 4_100, 333])
+@pytest.mark.parametrize("width", [688, 1_040, 2_048, 2_736, 4_100, 333])
 def test_an_activation_does_not_depend_on_its_company(
-    three_threads: None, function: nn.Module, dtype: torch.dtype, width: int
+    threads: None, function: nn.Module, dtype: torch.dtype, width: int
 ) -> None:
-    """Three threads divide 40 rows elsewhere than 4."""
+    """Threads divide 40 rows elsewhere than 4, three of them at any element."""
     x = 3 * torch.randn((112, width), generator=torch.Generator().manual_seed(2)).to(dtype)
     by_four = torch.cat([Steady(function)(rows) for rows in x.split(4)])
     for rows in (8, 16, 40, 64, 112):

@@ -204,6 +204,42 @@ def test_trees_give_way_when_pages_are_short(folder: str) -> None:
     assert told.engine.lineup.preemptions == 0
 
 
+def test_a_guess_takes_no_page_from_a_neighbour(folder: str) -> None:
+    """Every page is held, its own ends in 8 columns, and 16 tokens are guessed: 8 are checked, nobody gives way."""
+    first, second = prompts(1, 100)[0], prompts(1, 10, seed=9)[0]
+    ((right, digests),) = alone(folder, "float32", [first], max_tokens=60)
+    told = Told(model_of(folder, pages=4))
+    seq = told.start(first, 60, sources=(Source.MODEL,), max_draft_tokens=16)
+    neighbour = told.start(second, 100)
+    sequence = told.engine.lineup.get(("link", seq))
+    assert sequence is not None
+    while sequence.text.committed_len < TILE - 8:
+        told.engine.step()
+    pages = told.engine._model.pages
+    others = [pages.take() for _ in range(pages.available)]
+    done = sequence.text.committed_len - len(first)
+    line = [[(token, 0.95) for token in right[done : done + 16]]]
+    told.engine.handle("link", Hinted(seq, hint_of(sequence.text.tokens, line)))
+    told.engine.step()
+    assert told.emits(seq)[-1].windows == (8,)
+    assert told.engine.lineup.preemptions == 0
+    pages.release(others)
+    told.settle()
+    assert told.answer(seq) == (right, digests)
+    assert len(told.answer(neighbour)[0]) == 100
+
+
+def test_a_prompt_that_gives_way_goes_on_behind_the_pages_it_had_filled(folder: str) -> None:
+    told = Told(model_of(folder))
+    told.start(prompts(1, 450)[0], 5)
+    for _ in range(3):
+        told.engine.step()
+    told.engine.lineup._preempt_last()
+    told.engine.step()
+    (sequence,) = told.engine.lineup
+    assert sequence.kv.cached_len == 450, "three pages were found again, and the rest is one chunk"
+
+
 def test_saturated_passes_check_nothing(folder: str) -> None:
     """Where every row costs as much as a token brings, hints are left alone; where rows are free they are taken."""
     (prompt,) = prompts(1, 1)
@@ -321,16 +357,57 @@ def test_what_is_not_a_number_ends_one_sequence_and_leaves_nothing_behind(folder
         model.pages.forget()
 
 
+class Hollow(TransformersModel):
+    """Token 13 is not a number from its embedding on, once it was proven at start."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        with torch.no_grad():
+            self._model.get_input_embeddings().weight[13] = float("nan")  # type: ignore[index]
+
+
+@pytest.mark.parametrize("length", [40, TILE - 2, TILE - 1, TILE])
+@pytest.mark.parametrize("branch", [False, True])
+def test_a_guess_without_numbers_in_the_roots_page_ends_nobody(folder: str, length: int, branch: bool) -> None:
+    """It weighs 0 for the root, and 0 times no number is none: what the pass said is computed again without it."""
+    healthy = [token + (token == 13) for token in prompts(1, length)[0]]
+    ((right, digests),) = alone(folder, "float32", [healthy])
+    assert 13 not in right
+    told = Told(model_of(folder, kind=Hollow))
+    seq = told.start(healthy, sources=(Source.MODEL,), max_draft_tokens=8)
+    company = told.start([token + (token == 13) for token in prompts(1, 60, seed=8)[0]], 20)
+    told.engine.step()
+    lines = [[(13, 0.9), (7, 0.9)], [(right[1], 0.05)]] if not branch else [[(right[1], 0.9)], [(13, 0.3), (7, 0.9)]]
+    told.engine.handle("link", Hinted(seq, hint_of([*healthy, right[0]], lines)))
+    told.settle()
+    assert not [event for event in told.events if isinstance(event, Refused)]
+    assert told.answer(seq) == (right, digests)
+    assert len(told.answer(company)[0]) == 20
+    assert told.engine._model.pages.held == 0
+
+
+def test_a_sick_request_takes_no_known_prefix_from_others(folder: str) -> None:
+    system, tails = prompts(1, 300, seed=2)[0], prompts(3, 20)
+    system, *tails = ([token + (token == 13) for token in part] for part in (system, *tails))
+    told = Told(model_of(folder, kind=Hollow))
+    found = []
+    for tail in (tails[0], [13], tails[1]):
+        seq = told.start([*system, *tail], 3)
+        told.settle()
+        found.append([emit.cached for emit in told.emits(seq)][:1])
+    assert found == [[0], [], [300]]
+
+
 def test_what_is_not_a_number_does_not_reach_who_shares_its_pass(folder: str) -> None:
     """Of unequal length: where the shorter one has no page, scores of the other stand in its place."""
     long, short = ([token + (token == 13) for token in prompt] for prompt in (prompts(1, 480)[0], prompts(1, 200)[0]))
     ((right, digests),) = alone(folder, "float32", [short], max_tokens=12)
-    model = model_of(folder, kind=Poisoned)
-    model.armed = True  # type: ignore[attr-defined]
+    model = model_of(folder, kind=Hollow)
     told = Told(model, TargetConfig(prefill_chunk=480, row_budget=1024))
     sick = told.start([*long[:-1], 13])
-    told.engine.step()
     seq = told.start(short, 12)
+    told.engine.step()
+    assert len(told.events) == 2, "both were in that pass"
     told.settle()
     assert [event.seq for event in told.events if isinstance(event, Refused)] == [sick]
     assert told.answer(seq) == (right, digests)
@@ -611,3 +688,31 @@ class Timed:
     def forward(self, runs: Sequence[Run]) -> list[NDArray[np.float32]]:
         self._now[0] += 1.0
         return self._model.forward(runs)
+
+
+def test_what_a_draft_says_after_lookup_is_the_drafts(folder: str) -> None:
+    """Both say the same, and right: passes find it waiting, and each source is judged by what is its own."""
+    (prompt,) = prompts(1, 60)
+    ((right, _),) = alone(folder, "float32", [prompt], max_tokens=20)
+    causes = []
+    for sources in ((Source.MODEL,), (Source.MODEL, Source.NGRAM)):
+        told = Traced(model_of(folder))
+        seq = told.start(prompt, 20, sources=sources, max_draft_tokens=3, trace_detail=True)
+        told.engine.step()
+        while (sequence := told.engine.lineup.get(("link", seq))) is not None:
+            text = list(sequence.text.tokens)
+            guess = right[len(text) - len(prompt) : -1][:3]  # none can follow the last token
+            if Source.NGRAM in sources:
+                looked_up, node = sequence.text.tree, ROOT
+                for token in guess:
+                    node = looked_up.add(node, token, 0.99, Source.NGRAM)
+            if guess:
+                told.hint(seq, text, [[(token, 0.6) for token in guess]])
+                tree = sequence.text.tree
+                assert {(tree.sources[node], tree.scores[node]) for node in tree.descend(guess)} == {
+                    (Source.MODEL, 0.6)
+                }
+            told.engine.step()
+        causes.append(told.spans)
+    assert causes[0] == causes[1]
+    assert "awaited" in causes[0]

@@ -15,8 +15,9 @@ import pytest
 
 from forerun.core.messages import Emit, Start, Stop
 from forerun.core.params import SeqId
+from forerun.rpc.lane import Lane
 from forerun.rpc.options import server_options
-from forerun.rpc.worker import Worker
+from forerun.rpc.worker import EngineThread, Worker
 from forerun.v1 import attach_pb2, attach_pb2_grpc, common_pb2, generation_pb2_grpc, target_pb2
 
 HELLO = attach_pb2.Hello(role=attach_pb2.ROLE_TARGET, worker="w", incarnation="w1", capacity=4)
@@ -183,6 +184,33 @@ async def test_what_a_pass_says_is_one_frame() -> None:
         heard = [(await coordinator.next("target")).emit.seq.request_id for _ in range(16)]
         assert heard == [f"r{number}" for number in range(16)]
         assert coordinator.frames == before + 1
+
+
+class Insatiable(FakeEngine):
+    """Every command it handles brings another one."""
+
+    steps = 0
+
+    def handle(self, link: Any, command: Any, arrived: float | None = None) -> None:
+        self.again()
+
+    def step(self) -> bool:
+        self.steps += 1
+        if self.steps == 3:
+            self.finish()
+        return True
+
+
+def test_commands_without_end_do_not_keep_passes_from_running() -> None:
+    failures: list[BaseException] = []
+    engine = Insatiable(lambda link, event: None)
+    thread = EngineThread(engine, failures.append, Lane("engine"), lambda: None)
+    engine.again = lambda: thread.put("link", Stop(SeqId("r")))  # type: ignore[attr-defined]
+    engine.finish = lambda: thread._inbox.put(None)  # type: ignore[attr-defined]
+    engine.again()  # type: ignore[attr-defined]
+    thread._run()
+    assert engine.steps == 3
+    assert not failures
 
 
 async def test_comes_back_when_the_stream_ends() -> None:

@@ -325,7 +325,7 @@ def prefixes(waiting: list[Waiting[str]], plan: list[Share[str]], room: int) -> 
             looked_at = [row for row in range(1, len(tree)) if reach_of(tree, tree.parents[row]) >= FAINT]
             best = sorted((-reach_of(tree, row), tree.depth(row), row) for row in looked_at)
             ranked += [(reach, depth, turn, item.cached_len + item.debt) for reach, depth, _ in best[: item.most_nodes]]
-    tokens = float(sum(share.pays for share in plan))
+    tokens = float(len(decoding) or sum(share.pays for share in plan))
     yield tokens, load, 0
     for count, (reach, depth, _, columns) in enumerate(sorted(ranked)[:room], 1):
         tokens -= reach
@@ -356,6 +356,9 @@ def test_a_prompt_that_is_read_changes_no_node_of_those_that_decode(
     alone = nodes_of(plan_pass(waiting, 1000, 64, cost))
     beside = nodes_of(plan_pass([*waiting, prefilling("long", 4000)], 1000, 64, cost))
     assert {key: nodes for key, nodes in beside.items() if key != "long"} == alone
+    ends = [prefilling(f"ends {number}", 3) for number in range(3)]
+    beside = nodes_of(plan_pass([*waiting, *ends], 1000, 64, cost))
+    assert {key: nodes for key, nodes in beside.items() if "ends" not in key} == alone
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

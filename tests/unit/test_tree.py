@@ -67,16 +67,33 @@ def test_a_new_tree_is_its_root() -> None:
     assert tree.path(ROOT) == [] and tree.depth(ROOT) == 0 and tree.reach(ROOT) == 1.0
 
 
-def test_add_returns_the_row_and_keeps_first_law_and_best_score() -> None:
+def test_add_returns_the_row_and_keeps_first_law_and_its_sources_best_score() -> None:
     tree = TokenTree(7)
     law, other = NodeLaw((3, 4), (0.5, 0.5)), NodeLaw((3,), (1.0,))
     row = tree.add(ROOT, 3, 0.4, Source.MODEL, law)
     assert row == 1
-    assert tree.add(ROOT, 3, 0.9, Source.NGRAM, other) == 1
-    assert tree.add(ROOT, 3, 0.2) == 1
+    assert tree.add(ROOT, 3, 0.95, Source.NGRAM, other) == 1
+    assert tree.add(ROOT, 3, 0.97) == 1
+    assert (tree.scores[1], tree.sources[1]) == (0.4, Source.MODEL)
+    assert tree.add(ROOT, 3, 0.9, Source.MODEL, other) == 1
+    assert tree.add(ROOT, 3, 0.2, Source.MODEL, other) == 1
     assert (tree.scores[1], tree.sources[1], tree.laws[1], tree.node_count) == (0.9, Source.MODEL, law, 1)
     assert tree.add(1, 3, 0.5) == 2  # the same token elsewhere is another node
     assert_sound(tree)
+
+
+def test_a_draft_takes_over_what_lookup_found_and_lookup_takes_nothing() -> None:
+    tree, found, drafted = TokenTree(7), TokenTree(7), TokenTree(7)
+    found.add(found.add(ROOT, 1, 0.9, Source.NGRAM), 2, 0.9, Source.NGRAM)
+    drafted.add(drafted.add(ROOT, 1, 0.3, Source.MODEL), 5, 0.3, Source.MODEL)
+    lookups = Bounds(sources=frozenset({Source.NGRAM}))
+    for new in (2, 0):
+        assert tree.graft(found) == new
+        assert tree.graft(drafted, bounds=lookups) == 0, "a source that was not asked for takes over nothing"
+    assert tree.sources[1:] == [Source.NGRAM, Source.NGRAM]
+    assert tree.graft(drafted) == 2
+    assert tree.graft(drafted) == tree.graft(found) == 0
+    assert (tree.sources[1:], tree.scores[1:]) == ([Source.MODEL, Source.NGRAM, Source.MODEL], [0.3, 0.9, 0.3])
 
 
 def test_path_depth_reach_and_descend() -> None:
