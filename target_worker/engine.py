@@ -283,7 +283,7 @@ class TargetEngine:
             "forerun.committed": len(decided.tokens),
             "forerun.accepted_fresh": settled.fresh,
         }
-        hits = sequence.pass_ended(started_ns, ended_ns, counts, over=settled.finish is not None)
+        hits = sequence.telling.pass_ended(started_ns, ended_ns, counts, over=settled.finish is not None)
         want = 0 if settled.finish else sequence.want(self._config.lead)
         sequence.asked = want > 0
         if want:
@@ -305,7 +305,7 @@ class TargetEngine:
             preempted=sequence.preempted,
             windows=(settled.nodes,),
             branched=int(settled.branched),
-            hits=hits if any(hits) else (),
+            hits=tuple(hits) if any(hits) else (),
         )
         sequence.found, sequence.preempted = 0, 0
         self._said += len(decided.tokens)

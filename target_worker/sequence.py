@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from forerun.core.acceptance import Calibration, Mean
 from forerun.core.errors import SequenceRefused
-from forerun.core.hits import Hit, Hits
 from forerun.core.messages import Start
 from forerun.core.ngram import NgramIndex
 from forerun.core.pages import KV, TILE, OutOfPages, Pages
@@ -25,6 +24,7 @@ from forerun.core.tree import ROOT, Bounds, TokenTree
 from forerun.core.walk import Walk, walk
 from forerun.core.worth import HintWorth
 from forerun.runtime.passes import Row, Run
+from target_worker.telling import Telling
 
 MOST_NODES = 256
 """Bound of the hint store of one sequence."""
@@ -82,11 +82,9 @@ class TargetSequence:
         self.worth = HintWorth()
         self.hinted = False  # a hint came since the last commit
         self.drafted_for = bool(drafts)
-        self.hits = Hits()
         self.asked = False  # a draft was asked for hints when the last pass was told
-        self._hit: Hit | None = None  # what was known when the pass that runs began
-        self._span: tuple[int, int, dict[str, int]] | None = None  # of the last pass, while its verdict is open
-        self.spans = SpanWindow(record, start.traceparent, "verify", "decode.window", start.params.trace_detail)
+        spans = SpanWindow(record, start.traceparent, "verify", "decode.window", start.params.trace_detail)
+        self.telling = Telling(spans)
         self._unguessed = False  # its next pass checks nothing
         self.sick = False  # rows of the last pass that decided nothing are no numbers
         self._laid: list[tuple[Run, tuple[int, ...]]] = []  # its runs of the pass, and the nodes each computes
@@ -141,10 +139,9 @@ class TargetSequence:
 
     def close(self, *, poisoned: bool = False) -> None:
         """It is over here."""
-        self._tell_span(self.hits.ends())
         self.unlay(poisoned=poisoned)
         self.kv.release(() if poisoned else self.text.tokens, poisoned=poisoned)
-        self.spans.close()
+        self.telling.close()
 
     # --- a pass --------------------------------------------------------------------------------
 
@@ -226,35 +223,15 @@ class TargetSequence:
 
     def pass_begins(self) -> None:
         """A pass that picks tokens begins."""
-        before, self._hit = self.hits.begins(self.text.committed_len, self.asked and self.most_nodes > 0)
-        self._tell_span(before)
-
-    def pass_ended(self, started_ns: int, ended_ns: int, counts: dict[str, int], *, over: bool) -> tuple[int, ...]:
-        """Its span is told once it is known whether hints were late. Returns hits since the pass before.
-
-        over: there will be no other pass.
-        """
-        if self._hit is not None:
-            counts[_attribute(self._hit)] = 1
-        self._span = (started_ns, ended_ns, counts)
-        if over:
-            self._tell_span(self.hits.ends())
-        elif self.hits.open_len is None:
-            self._tell_span(None)
-        return self.hits.take()
-
-    def _tell_span(self, verdict: Hit | None) -> None:
-        if self._span is not None:
-            started_ns, ended_ns, counts = self._span
-            self._span = None
-            self.spans.add(started_ns, ended_ns, counts if verdict is None else {**counts, _attribute(verdict): 1})
+        self.telling.pass_begins(self.text.committed_len, self.asked and self.most_nodes > 0)
 
     def take_hint(self, hint: Hint, now: float) -> Landing:
         """A draft's hint arrived at `now`, maybe while the last pass ran."""
-        serves_open = self.hits.open_len is not None and self.text.served(hint, self.hits.open_len)
+        open_len = self.telling.open_len
+        serves_open = open_len is not None and self.text.served(hint, open_len)
         landing = self.text.land(hint, depth=max(0, self.room - 1))
         merged = landing is Landing.MERGED
-        self._tell_span(self.hits.hinted(serves_open, merged, now, merged and self.text.led(hint)))
+        self.telling.hinted(serves_open, merged, now, merged and self.text.led(hint))
         if landing in (Landing.MERGED, Landing.KNOWN):
             self.patience.hinted(hint.base_len, now)
         self.hinted = True
@@ -361,7 +338,7 @@ class TargetSequence:
         tree = self.text.tree
         path = self.text.advance(decided.tokens).path
         left = len(path) < len(decided.tokens) and tree.likeliest(path[-1] if path else ROOT) is not None
-        self.hits.committed(self._knows, not left and all(map(tree.leads, path)), now)
+        self.telling.committed(self._knows, not left and all(map(tree.leads, path)), now)
         if self.sick:
             self.unlay(poisoned=True)
             self.kv.cleanse()
@@ -405,10 +382,6 @@ class TargetSequence:
                 self.trust[source].judged(nodes)
             else:
                 self.trust[source].unseen()
-
-
-def _attribute(hit: Hit) -> str:
-    return f"forerun.{hit.name.lower()}"
 
 
 def _finite(row: Row) -> bool:

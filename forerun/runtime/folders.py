@@ -18,6 +18,7 @@ from typing import Any
 from forerun.core.errors import ModelRefused
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}
 WIDTHS = FLOATS | {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -71,12 +72,15 @@ def weight_files(folder: str) -> list[Path]:
 
 def read_entries(folder: str) -> dict[str, Entry]:
     """Every weight by name. Raises ModelRefused for files that are missing, cut, unreadable or quantised."""
+    if (Path(folder) / ADAPTER).is_file():
+        raise ModelRefused(
+            f"{folder} holds an adapter ({ADAPTER}), which would be left out without a word; merge it into the model's "
+            "weights and serve those"
+        )
     files = weight_files(folder)
     if missing := [path.name for path in files if not path.is_file()]:
-        raise ModelRefused(
-            f"{folder} lacks {missing[0]!r}, one of {len(missing)} of {len(files)} files of weights that {INDEX} names "
-            "and that are not there"
-        )
+        named = f", one of {len(missing)} of {len(files)} files of weights that {INDEX} names and that are not there"
+        raise ModelRefused(f"{folder} lacks {missing[0]!r}{named if len(files) > 1 else ': it leads nowhere'}")
     entries: dict[str, Entry] = {}
     for path in files:
         entries |= _read_header(path)

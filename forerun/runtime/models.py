@@ -165,7 +165,8 @@ def read_config(folder: str) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a missing file, broken JSON and an unknown type come as unrelated types
-        raise ModelRefused(f"{folder} has no configuration that transformers knows: {error}") from error
+        told = " ".join(str(error).split())
+        raise ModelRefused(f"{folder} has no configuration that transformers knows: {told}") from error
     kind = f"{folder} is of type {config.model_type!r}, which"
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
@@ -177,10 +178,12 @@ def read_config(folder: str) -> PretrainedConfig:
         raise ModelRefused(
             f"{kind} is an encoder: its tokens see those that follow; only decoder-only models are served"
         )
+    if (layers := getattr(text, "num_hidden_layers", None)) is not None and layers < 1:
+        raise ModelRefused(f"{folder}/config.json states {layers} layers; a model has at least 1")
     other = sorted(set(getattr(text, "layer_types", None) or ()) - CUTTABLE_LAYERS)
     if other or getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False):
-        layers = f"layers of type {', '.join(other)}" if other else "recurrent layers"
-        raise ModelRefused(f"{kind} has {layers}: their state cannot be cut back to a length when a draft is rejected")
+        kinds = f"layers of type {', '.join(other)}" if other else "recurrent layers"
+        raise ModelRefused(f"{kind} has {kinds}: their state cannot be cut back to a length when a draft is rejected")
     ropes = _rope_types(getattr(text, "rope_parameters", None)) & COMPANY_ROPE
     if ropes:
         raise ModelRefused(

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing import AuthenticationError
+from multiprocessing import AuthenticationError, forkserver
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from multiprocessing.process import BaseProcess
 
@@ -76,6 +76,7 @@ class Group:
         spec = self.spec
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOAD])
+        _start_fork_server()
         if sys.platform.startswith("linux"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         rendezvous = f"file://{self._home}/rendezvous"
@@ -300,6 +301,19 @@ class ParallelModel(TransformersModel):
         return self._group.pids
 
 
+def _start_fork_server() -> None:
+    """It looks for what it loads in the working directory first, which may hold another package of that name."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
 def _limit(end: socket.socket, seconds: float) -> None:
     """No read or write of it takes longer."""
     limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
@@ -315,5 +329,5 @@ def _words(control: Connection) -> str:
             if "error" in message:
                 return str(message["error"])
     except (EOFError, OSError, ValueError):
-        pass
+        _start_fork_server()
     return ""

@@ -91,7 +91,7 @@ def load(options: LoadOptions, *, draft: bool, sequences: int) -> Loaded:
     began, baseline = time.monotonic(), resident_bytes()
     try:
         model = _build(folder, target, options, text.context_limit, draft, sequences)
-    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ModelRefused(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
     give_back()
     log.info("loaded %s in %.1f s, %s, %d threads", folder, time.monotonic() - began, options.dtype, options.threads)

@@ -189,6 +189,23 @@ def only_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({WEIGHT: Trap(folder / "sprung")}))
 
 
+def adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def dangling(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "gone")
+
+
+def described_as(**more: object) -> Callable[[Path], None]:
+    def describe(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+    return describe
+
+
 def nothing(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -236,6 +253,10 @@ def load(folder: str, ranks: int) -> object:
             r"holds pickle weights only \(pytorch_model\.bin\); .*Convert it to safetensors.*save_pretrained",
         ),
         (nothing, "holds no weights"),
+        (adapter, r"holds an adapter \(adapter_config\.json\).*merge it"),
+        (dangling, r"lacks 'model\.safetensors': it leads nowhere"),
+        (described_as(num_hidden_layers=0), "states 0 layers; a model has at least 1"),
+        (described_as(num_attention_heads="many"), "has no configuration that transformers knows"),
         (incomplete, rf"'{WEIGHT}'"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -6,11 +6,14 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
+from pathlib import Path
 
 import pytest
 from models import tiny_model
@@ -101,3 +104,34 @@ def test_strangers_at_the_port_are_turned_away(
 def test_one_rank_is_no_group(folder: str) -> None:
     with pytest.raises(ModelRefused, match="2 ranks or more, not 1"):
         Group(replace(spec_of(folder), ranks=1))
+
+
+TWO_RANKS = """
+import sys
+
+from forerun.runtime.parallel import Group
+from forerun.runtime.ranks import GroupSpec
+
+if __name__ == "__main__":
+    group = Group(GroupSpec(sys.argv[1], "float32", 2, context_limit=512, pages=16, timeout_s=1.0, ready_s=60.0))
+    group.launch()
+    group.stop()
+"""
+
+
+def test_ranks_run_what_rank_0_runs_wherever_it_was_started(folder: str, tmp_path: Path) -> None:
+    """The working directory holds something else of that name: an older checkout, say."""
+    (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
+    other = tmp_path / "here" / "forerun"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n")
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "two_ranks.py"), folder],
+        cwd=tmp_path / "here",
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not (tmp_path / "imported").exists()
