@@ -21,7 +21,7 @@ from coordinator.attachment import Attachment
 from coordinator.links import Pool
 from coordinator.router import Router, RouterConfig
 from coordinator.service import Generation, Served
-from forerun.core.errors import ModelRefused
+from forerun.core.errors import InvalidRequest, ModelRefused
 from forerun.rpc.options import server_options
 from forerun.runtime.models import resolve, revision
 from forerun.runtime.sim import PREFIX, SimSpec
@@ -50,7 +50,9 @@ class CoordinatorOptions:
 
 
 async def serve(options: CoordinatorOptions) -> None:
-    """Runs until SIGTERM or SIGINT. Raises ModelRefused, or OSError if a port is taken."""
+    """Runs until SIGTERM or SIGINT. Raises InvalidRequest, ModelRefused, or OSError if a port is taken."""
+    if options.port == options.attach_port:
+        raise InvalidRequest(f"--port and --attach-port are both {options.port}; workers need one of their own")
     folder = resolve(options.model, weights=False)
     if folder.startswith(PREFIX):
         SimSpec.parse(folder)  # names what is misspelt

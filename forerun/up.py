@@ -36,7 +36,10 @@ PARENT = "FORERUN_PARENT"
 """Process whose end ends a service, however it comes: it is started for that process alone."""
 
 EARLY_EXIT_LAYERS = 8
-READY_S = 180.0
+READY_S = 1800.0
+"""A large model from a cold disk takes its time; who ends while it starts is noticed at once."""
+TARGET_WAIT_S = 120.0
+"""What a request waits for a target that is started again: it loads and measures first."""
 STOP_S = 10.0
 GRACE_S = 5.0
 """What running answers get when everything stops; less than a process gets to end."""
@@ -62,7 +65,7 @@ class UpOptions:
     dtype: str = "bfloat16"
     lookahead: int = 8
     early_exit_layers: int = EARLY_EXIT_LAYERS
-    threads: int = 0  # of a target; 0: all its cores but one, which is the draft's
+    threads: int = 0  # of a rank of a target; 0: all its cores but one, which is the draft's, divided among ranks
     quiet: bool = False
     targets: int = 1
     max_sequences: int = 16
@@ -199,9 +202,10 @@ def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[
     model_drafts = [source for source in options.draft if source not in ("ngram", "none")]
     if len(model_drafts) > 1:
         raise ModelRefused(f"one draft worker is started here; choose one of {', '.join(model_drafts)}")
-    target_threads = options.threads or max(1, cores - (0 if drafts_apart else len(model_drafts)))
+    target_threads = options.threads or max(1, (cores - (0 if drafts_apart else len(model_drafts))) // options.tp)
     attach = ["--attach", f"127.0.0.1:{attach_port}"]
     public = ["--port", str(options.port), "--attach-port", str(attach_port), "--grace", str(GRACE_S)]
+    public += ["--target-wait", str(TARGET_WAIT_S)]
     common = ["--dtype", options.dtype]
     services = [
         Service(
@@ -252,8 +256,10 @@ async def started(options: UpOptions) -> AsyncIterator[Running]:
     with _logs() as logs:
         services = plan(replace(options, port=port), folder, attach_port, Path(logs))
         running = Running(f"127.0.0.1:{port}", services, Path(logs), console)
+        names = ", ".join(service.name for service in services)
+        console.print(f"starting {names}; logs: {logs}", style="dim")
         try:
-            with console.status("starting " + ", ".join(service.name for service in services)):
+            with console.status(f"starting {names}"):
                 for service in services:
                     await service.start()
                 await running.ready()

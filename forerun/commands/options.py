@@ -51,8 +51,10 @@ def parse_size(text: str) -> int | None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     size = float(found[1]) * UNITS[found[2]] if found and found[2] in UNITS else 0.0
-    if not 1 <= size < 2**60:
-        raise InvalidRequest(f"a size is auto, or a number above 0 with one of KiB, MiB, GiB, TiB, not {text!r}")
+    if not 1024 <= size < 2**60:
+        raise InvalidRequest(
+            f"a size is auto, or a number with one of KiB, MiB, GiB, TiB, at least 1 KiB, not {text!r}"
+        )
     return int(size)
 
 

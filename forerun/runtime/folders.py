@@ -70,6 +70,14 @@ def weight_files(folder: str) -> list[Path]:
     raise ModelRefused(f"{folder} holds no weights: there are no .safetensors files")
 
 
+def check_present(folder: str) -> None:
+    """Raises ModelRefused for weights that are named and are not there."""
+    files = weight_files(folder)
+    if missing := [path.name for path in files if not path.is_file()]:
+        named = f", one of {len(missing)} of {len(files)} files of weights that {INDEX} names and that are not there"
+        raise ModelRefused(f"{folder} lacks {missing[0]!r}{named if len(files) > 1 else ': it leads nowhere'}")
+
+
 def read_entries(folder: str) -> dict[str, Entry]:
     """Every weight by name. Raises ModelRefused for files that are missing, cut, unreadable or quantised."""
     if (Path(folder) / ADAPTER).is_file():
@@ -77,10 +85,8 @@ def read_entries(folder: str) -> dict[str, Entry]:
             f"{folder} holds an adapter ({ADAPTER}), which would be left out without a word; merge it into the model's "
             "weights and serve those"
         )
+    check_present(folder)
     files = weight_files(folder)
-    if missing := [path.name for path in files if not path.is_file()]:
-        named = f", one of {len(missing)} of {len(files)} files of weights that {INDEX} names and that are not there"
-        raise ModelRefused(f"{folder} lacks {missing[0]!r}{named if len(files) > 1 else ': it leads nowhere'}")
     entries: dict[str, Entry] = {}
     for path in files:
         entries |= _read_header(path)

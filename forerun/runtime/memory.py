@@ -86,6 +86,15 @@ def kv_budget(devices: Sequence[str], claimed: int = 0) -> int:
     return int(SHARE * max(0, free_bytes() - len(devices) * claimed)) // len(devices)
 
 
+def check_room(claimed: int) -> None:
+    """Raises ModelRefused for more than is free: it would end the process once it is used, not before."""
+    if claimed > (free := free_bytes()):
+        raise ModelRefused(
+            f"{claimed / MIB:,.0f} MiB of memory are asked for, and {free / MIB:,.0f} MiB are free "
+            "(--kv-memory, --max-sequences)"
+        )
+
+
 def free_bytes() -> int:
     """What this process may still take: of the machine, and of its control group if that is bounded."""
     free = _meminfo().get("MemAvailable", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))

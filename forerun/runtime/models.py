@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from forerun import __version__
 from forerun.core.errors import ModelRefused
 from forerun.runtime.demo_model import demo_folder
-from forerun.runtime.folders import check_depth, check_shapes, header_bytes, read_entries, weight_files
+from forerun.runtime.folders import check_depth, check_present, check_shapes, header_bytes, read_entries, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -263,6 +263,7 @@ def _digest(content: object) -> str:
 
 
 def _identity(folder: str) -> dict[str, Any]:
+    check_present(folder)
     config = json.loads((Path(folder) / "config.json").read_bytes())
     return {
         "config": {key: value for key, value in config.items() if key not in NOT_IDENTITY},

@@ -19,7 +19,7 @@ from forerun.core.params import Source
 from forerun.rpc.lane import Lane
 from forerun.rpc.worker import Engine, Worker
 from forerun.runtime.distill import DRAFT
-from forerun.runtime.memory import MemoryUse, give_back, kv_budget, kv_pages, resident_bytes, settle
+from forerun.runtime.memory import MemoryUse, check_room, give_back, kv_budget, kv_pages, resident_bytes, settle
 from forerun.runtime.models import described, load_causal_lm, numerics_id, resolve, revision
 from forerun.runtime.passes import Model
 from forerun.runtime.sim import PREFIX, SimModel, SimSpec
@@ -160,7 +160,10 @@ def _build(
             weights = load_student(folder, target, options.dtype)
         weights = weights.to(device)  # type: ignore[arg-type]
         budget = kv_budget([device]) if options.kv_memory is None else options.kv_memory
-        pages = kv_pages(KVShape.of(weights).page_bytes, sequences, context_limit, budget)
+        page_bytes = KVShape.of(weights).page_bytes
+        pages = kv_pages(page_bytes, sequences, context_limit, budget)
+        if device == "cpu":
+            check_room(pages * page_bytes)
         return TransformersModel(weights, context_limit, pages, exact=not draft)
     from forerun.runtime.parallel import ParallelModel
     from forerun.runtime.ranks import GroupSpec
@@ -178,6 +181,8 @@ def _build(
     whole = options.kv_memory
     budget = kv_budget(devices, weight_bytes) if whole is None else whole // options.tp
     pages = kv_pages(page_bytes, sequences, context_limit, budget)
+    if device == "cpu":
+        check_room(options.tp * (pages * page_bytes + weight_bytes))
     return ParallelModel(replace(spec, pages=pages), exact=not draft)
 
 

@@ -23,13 +23,13 @@ CORES = sorted(os.sched_getaffinity(0))
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("auto", None), ("2GiB", 2 << 30), ("512 mib", 512 << 20), ("1.5KiB", 1536), ("3MB", 3_000_000), ("77", 77)],
+    [("auto", None), ("2GiB", 2 << 30), ("512 mib", 512 << 20), ("1.5KiB", 1536), ("3MB", 3_000_000), ("7777", 7777)],
 )
 def test_sizes(text: str, size: int | None) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "2Gi", "2 GiB more", "1e3"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "2Gi", "2 GiB more", "1e3", "77"])
 def test_bad_sizes_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="a size is auto, or a number"):
         parse_size(text)
@@ -118,7 +118,7 @@ def test_ports_of_a_coordinator_are_ports(option: str, port: str) -> None:
 async def test_a_port_in_use_is_named(kind: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port, other = taken.getsockname()[1], free_port()
-        ports = {"port": other, "attach_port": other, kind: port}
+        ports = {"port": other, "attach_port": free_port(), kind: port}
         with pytest.raises(OSError, match=rf"cannot .* on 127\.0\.0\.1:{port}: "):
             await serve(CoordinatorOptions("sim:", **ports))
 
@@ -141,3 +141,21 @@ def test_what_kv_may_take_is_passed_on(log: str, tmp_path: Path) -> None:
     services = plan(UpOptions("sim:", ("none",)), "sim:", 5, tmp_path)
     (tmp_path / "target.log").write_text(log)
     assert Running("", services, tmp_path).kv() == ("KV up to 2 MiB (9 tokens), 1 sequences in a pass" if log else "")
+
+
+def test_a_coordinator_needs_two_ports(capsys: Any) -> None:
+    with pytest.raises(typer.Exit):
+        roles.coordinator(model="sim:", port=50051, attach_port=50051)
+    assert "--port and --attach-port are both 50051" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tp", "threads"), [(1, 7), (2, 3), (3, 2), (9, 1)])
+def test_ranks_divide_the_cores_that_drafts_leave(
+    tp: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    coordinator, target, _ = plan(UpOptions(target="sim:", draft=("model", "ngram"), tp=tp), "sim:", 50052, tmp_path)
+    given = target.arguments
+    assert given[given.index("--threads") + 1] == str(threads)
+    wait = coordinator.arguments[coordinator.arguments.index("--target-wait") + 1]
+    assert float(wait) >= 60, "a target that is started again loads and measures first"

@@ -6,7 +6,7 @@ import pytest
 
 from forerun.core.errors import ModelRefused
 from forerun.core.pages import TILE
-from forerun.runtime.memory import MIB, MemoryUse, kv_budget, kv_pages, resident_bytes
+from forerun.runtime.memory import MIB, MemoryUse, check_room, kv_budget, kv_pages, resident_bytes
 
 
 def test_pages_fill_the_budget_but_never_more_than_can_be_used() -> None:
@@ -51,3 +51,10 @@ def test_what_is_said_at_start() -> None:
         "KV up to 300 MiB (38,400 tokens), 16 sequences in a pass"
     )
     assert resident_bytes() > 10 * MIB
+
+
+def test_more_than_is_free_is_refused_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.runtime.memory.free_bytes", lambda: 8 << 30)
+    check_room(8 << 30)
+    with pytest.raises(ModelRefused, match=r"61,440 MiB of memory are asked for, and 8,192 MiB are free \(--kv-memory"):
+        check_room(60 << 30)
