@@ -59,7 +59,7 @@ class MemoryUse:
         """Why KV is smaller than was asked for, by a page or more."""
         if self.asked is None or self.asked // self.ranks - self.kv < self.kv * TILE // self.kv_tokens:
             return ""
-        return f"; {self.asked / MIB:.0f} MiB were asked for, but so many sequences cannot use more"
+        return f"; of the {self.asked / MIB:.0f} MiB asked for, whole contexts of so many sequences need no more"
 
 
 def kv_pages(page_bytes: int, sequences: int, context_limit: int, budget: int) -> int:

@@ -40,5 +40,5 @@ def test_a_simulated_model_states_its_kv() -> None:
     loaded = load(LoadOptions(SIM, kv_memory=1 << 30), draft=False, sequences=4)
     assert str(loaded.memory()).endswith(
         "KV up to 2 MiB (2,560 tokens), 4 sequences in a pass; "
-        "1024 MiB were asked for, but so many sequences cannot use more"
+        "of the 1024 MiB asked for, whole contexts of so many sequences need no more"
     )

@@ -41,7 +41,7 @@ def test_a_group_says_what_each_of_its_ranks_takes() -> None:
 def test_kv_that_is_less_than_was_asked_for_says_why(asked: int, ranks: int, less: bool) -> None:
     """Pages are 4 MiB: what does not fill one is not worth a word."""
     said = str(MemoryUse(0, 0, 100 * MIB, 25 * TILE, 0, ranks, 16, asked * MIB))
-    assert said.endswith(f"; {asked} MiB were asked for, but so many sequences cannot use more") is less
+    assert said.endswith(f"; of the {asked} MiB asked for, whole contexts of so many sequences need no more") is less
 
 
 def test_what_is_said_at_start() -> None:
