@@ -49,10 +49,9 @@ class Attachment(attach_pb2_grpc.AttachmentServicer):
             serving = {link.hello.revision for link in self._router.pool.targets}
             expected = self._revision or next(iter(serving), first.hello.revision)
             if first.hello.revision != expected:
-                await context.abort(
-                    grpc.StatusCode.FAILED_PRECONDITION,
-                    f"this target's model is revision {first.hello.revision!r}, served here is {expected!r}",
-                )
+                why = f"this target's model is revision {first.hello.revision!r}, served here is {expected!r}"
+                log.warning("turned away: %s: %s", first.hello.worker, why)
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         known = [number for number in first.hello.sources if int(number) in _SOURCES]
         del first.hello.sources[:]  # of a newer build: its hints are hints all the same
         first.hello.sources.extend(known)
