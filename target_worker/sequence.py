@@ -192,7 +192,7 @@ class TargetSequence:
             path = self.kv.extend(len(debt) + len(lines[0][1]))
         nodes = lines[0][1]
         guessed = tuple(self.text.tree.tokens[node] for node in nodes)
-        # A prompt's row is looked at wherever it fills a page, so that the page is kept and found.
+        # A prompt is looked at wherever it fills a page, so that the page is kept and found.
         fills = (start + len(debt)) // TILE > start // TILE
         trunk = Run(path, debt + guessed, start, 1 + len(nodes) if share.pays else int(fills))
         runs: list[Run | None] = [trunk]
@@ -238,10 +238,7 @@ class TargetSequence:
         return landing
 
     def prefilled(self, rows: NDArray[np.float32]) -> None:
-        """Rows of its prompt were computed and nothing was to be decided. rows: logits of the last one, or of none.
-
-        Raises NotFinite.
-        """
+        """Rows of its prompt were computed. rows: logits of the last one, or of none. Raises NotFinite."""
         if len(rows) and not _finite(rows[-1]):
             raise NotFinite(_SICK)
         ((run, _),) = self._laid
@@ -249,7 +246,7 @@ class TargetSequence:
         self.kv.commit(self.text.tokens, run.start + len(run.tokens), judged=len(rows) > 0)
 
     def doubts(self, rows: Mapping[int, Row]) -> bool:
-        """Whether its root's row is no number, and a guess may be why: it stood in the root's page.
+        """Whether its root's row is no number, and a guess may be why, in the root's page.
 
         Then what the pass computed is given up, to be computed again without guesses.
         """
@@ -320,6 +317,10 @@ class TargetSequence:
         sources = self.text.tree.sources
         return [node for node in path if sources[node] is not Source.NGRAM]
 
+    def _brought(self, nodes: Sequence[int]) -> int:
+        """How many of these nodes there are thanks to a draft: lookup did not find them."""
+        return sum(not self.text.tree.lookups[node] for node in self.drafted(nodes))
+
     def deepest(self, nodes: Sequence[int]) -> int:
         """Depth of the deepest of them; 0 if there are none."""
         return max(map(self.text.tree.depth, nodes), default=0)
@@ -342,6 +343,7 @@ class TargetSequence:
         if self.sick:
             self.unlay(poisoned=True)
             self.kv.cleanse()
+            self.text.rewind(self.text.committed_len)  # the guess is not checked again
         else:
             self._keep_winner(cached_len, decided.path[-1] if decided.path else ROOT)
         self._unguessed = False
@@ -367,16 +369,20 @@ class TargetSequence:
         """What the pass says of its sources: nodes whose parent was reached were judged."""
         # A pass says something about a draft only if one was heard: before it attaches, nothing is its fault.
         if self.hinted or not self.worth.pays:
-            self.worth.passed(len(self.drafted(decided.path)), len(decided.tokens), len(self.drafted(checked)))
+            self.worth.passed(self._brought(decided.path), len(decided.tokens), self._brought(checked))
             self.hinted = False
         tree, reached = self.text.tree, {ROOT, *decided.path}
         judged: dict[Source, list[tuple[float, int, bool]]] = {source: [] for source in self.trust}
         for node in checked:
-            source = tree.sources[node]
-            if tree.parents[node] in reached and source in judged:
-                judged[source].append((tree.scores[node], tree.depth(node), node in reached))
+            if tree.parents[node] not in reached:
+                continue
+            source, depth, right = tree.sources[node], tree.depth(node), node in reached
+            if source in judged:
+                judged[source].append((tree.scores[node], depth, right))
                 if source is not Source.NGRAM and tree.leads(node):
-                    self.leading.see(node in reached)
+                    self.leading.see(right)
+            if source is not Source.NGRAM and tree.lookups[node] and Source.NGRAM in judged:
+                judged[Source.NGRAM].append((tree.lookups[node], depth, right))
         for source, nodes in judged.items():
             if nodes:
                 self.trust[source].judged(nodes)

@@ -44,7 +44,7 @@ class Bounds:
 class TokenTree:
     """Columns of nodes. Children of one node carry different tokens."""
 
-    __slots__ = ("_children", "laws", "parents", "scores", "sources", "tokens")
+    __slots__ = ("_children", "laws", "lookups", "parents", "scores", "sources", "tokens")
 
     def __init__(self, root_token: int) -> None:
         self.tokens: list[int] = [root_token]
@@ -52,6 +52,7 @@ class TokenTree:
         self.scores: list[float] = [1.0]  # chance that the target picks the node, given its parent
         self.sources: list[Source | None] = [None]
         self.laws: list[NodeLaw | None] = [None]
+        self.lookups: list[float] = [0.0]  # what lookup says of the node, whoever else does; 0: nothing
         self._children: list[dict[int, int]] = [{}]
 
     @classmethod
@@ -114,8 +115,10 @@ class TokenTree:
         A score means something beside its source only: a draft's stands for what lookup found too, and of one
         source the best counts.
         """
+        found = score if source is Source.NGRAM else 0.0
         known = self._children[parent].get(token)
         if known is not None:
+            self.lookups[known] = max(self.lookups[known], found)
             theirs, own = _rank(source), _rank(self.sources[known])
             if theirs > own:
                 self.sources[known], self.scores[known] = source, score
@@ -128,6 +131,7 @@ class TokenTree:
         self.scores.append(score)
         self.sources.append(source)
         self.laws.append(law)
+        self.lookups.append(found)
         self._children.append({})
         self._children[parent][token] = row
         return row
@@ -240,6 +244,7 @@ class TokenTree:
             parent = mapped.get(self.parents[row])
             if parent is not None:
                 mapped[row] = below.add(parent, self.tokens[row], self.scores[row], self.sources[row], self.laws[row])
+                below.lookups[mapped[row]] = self.lookups[row]
         return below, mapped
 
     def excerpt(self, nodes: Iterable[int]) -> TokenTree:

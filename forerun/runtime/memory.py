@@ -23,6 +23,7 @@ GPU_SHARE = 0.9
 """The same on a GPU, which a worker has to itself; the rest is workspace."""
 
 MIB = 1 << 20
+CGROUPS = Path("/sys/fs/cgroup")
 
 KEPT = 1024 * MIB
 """Freed memory that a worker keeps: more than the largest pass needs."""
@@ -98,15 +99,22 @@ def check_room(claimed: int) -> None:
 def free_bytes() -> int:
     """What this process may still take: of the machine, and of its control group if that is bounded."""
     free = _meminfo().get("MemAvailable", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    for folder, limit, used, files in (
+        (CGROUPS, "memory.max", "memory.current", ("active_file", "inactive_file")),
+        (
+            CGROUPS / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            ("total_active_file", "total_inactive_file"),
+        ),
     ):
         try:
-            bound = int(Path(limit).read_text()) - int(Path(used).read_text())
+            bound = int((folder / limit).read_text()) - int((folder / used).read_text())
+            told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such control group, or "max"
             continue
-        free = min(free, max(bound, 0))
+        # Files that were read, weights above all, give way when memory is needed.
+        free = min(free, max(bound + sum(int(told.get(name, 0)) for name in files), 0))
     return free
 
 

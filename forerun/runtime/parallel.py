@@ -329,5 +329,5 @@ def _words(control: Connection) -> str:
             if "error" in message:
                 return str(message["error"])
     except (EOFError, OSError, ValueError):
-        _start_fork_server()
+        pass
     return ""

@@ -13,6 +13,7 @@ from cluster import level
 from models import tiny_model
 from numpy.typing import NDArray
 
+from forerun.core.acceptance import Calibration
 from forerun.core.cost import PassCost
 from forerun.core.errors import GroupLost
 from forerun.core.hits import Hit
@@ -705,14 +706,17 @@ def test_what_a_draft_says_after_lookup_is_the_drafts(folder: str) -> None:
             if Source.NGRAM in sources:
                 looked_up, node = sequence.text.tree, ROOT
                 for token in guess:
-                    node = looked_up.add(node, token, 0.99, Source.NGRAM)
+                    node = looked_up.add(node, token, 0.5, Source.NGRAM)
             if guess:
                 told.hint(seq, text, [[(token, 0.6) for token in guess]])
                 tree = sequence.text.tree
                 assert {(tree.sources[node], tree.scores[node]) for node in tree.descend(guess)} == {
                     (Source.MODEL, 0.6)
                 }
+                thanks_to_it = 0 if Source.NGRAM in sources else len(guess)
+                assert sequence._brought(list(tree.descend(guess))) == thanks_to_it
             told.engine.step()
         causes.append(told.spans)
     assert causes[0] == causes[1]
+    assert told.engine._trust[Source.NGRAM].chance(0.5, 1) > Calibration().chance(0.5, 1), "it was right too"
     assert "awaited" in causes[0]

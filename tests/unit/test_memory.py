@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from forerun.core.errors import ModelRefused
 from forerun.core.pages import TILE
-from forerun.runtime.memory import MIB, MemoryUse, check_room, kv_budget, kv_pages, resident_bytes
+from forerun.runtime.memory import MIB, MemoryUse, check_room, free_bytes, kv_budget, kv_pages, resident_bytes
 
 
 def test_pages_fill_the_budget_but_never_more_than_can_be_used() -> None:
@@ -58,3 +60,22 @@ def test_more_than_is_free_is_refused_before_it_is_used(monkeypatch: pytest.Monk
     check_room(8 << 30)
     with pytest.raises(ModelRefused, match=r"61,440 MiB of memory are asked for, and 8,192 MiB are free \(--kv-memory"):
         check_room(60 << 30)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_containers_bound_counts_and_files_it_has_read_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """4 MiB of 10 are used, 3 of them by files."""
+    monkeypatch.setattr("forerun.runtime.memory.CGROUPS", tmp_path)
+    before = free_bytes()
+    assert before > 9 * MIB
+    folder, prefix = (tmp_path / "memory", "total_") if version == 1 else (tmp_path, "")
+    limit, used = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+    folder.mkdir(exist_ok=True)
+    (folder / f"memory.{limit}").write_text(f"{10 * MIB}\n")
+    (folder / f"memory.{used}").write_text(f"{4 * MIB}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{prefix}active_file {MIB}\n{prefix}inactive_file {2 * MIB}\n")
+    assert free_bytes() == 9 * MIB
+    (folder / f"memory.{limit}").write_text("max\n")
+    assert free_bytes() > 9 * MIB

@@ -94,6 +94,9 @@ def test_a_draft_takes_over_what_lookup_found_and_lookup_takes_nothing() -> None
     assert tree.graft(drafted) == 2
     assert tree.graft(drafted) == tree.graft(found) == 0
     assert (tree.sources[1:], tree.scores[1:]) == ([Source.MODEL, Source.NGRAM, Source.MODEL], [0.3, 0.9, 0.3])
+    assert tree.lookups[1:] == [0.9, 0.9, 0.0], "what lookup said of a node is kept beside the draft's word"
+    below, _ = tree.subtree(1)
+    assert below.lookups == [0.0, 0.9, 0.0]
 
 
 def test_path_depth_reach_and_descend() -> None:
