@@ -4,7 +4,7 @@
 #   TORCH_INDEX    URL of one more package index, with CPU builds of torch: for Linux machines whose own index has
 #                  CUDA builds only (gigabytes more; they work too). PyTorch's installation page names it.
 #   TORCH_INSTALL  arguments of `pip install` that bring torch, e.g. a wheel or another build of the pinned version
-#   TARGET, DRAFT  models of `make demo`, as for `forerun up`
+#   TARGET, DRAFT  model and hint sources of `make demo`, as for `forerun up`
 #   PROMPT         what `make demo` asks
 #   ARGS           more arguments for pytest (`make test`) or `forerun bench` (`make bench`)
 
@@ -16,7 +16,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 TORCH_INSTALL ?= torch $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TARGET ?= demo
-DRAFT ?= early_exit,ngram
+DRAFT ?=
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 PROMPTS ?= tests/data/prompts.jsonl
 ARGS ?=
@@ -50,7 +50,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(INSTALLED)  ## start the services and stream an answer to PROMPT="..."
-	@$(BIN)/forerun demo --target "$(TARGET)" --draft "$(DRAFT)" -- "$$DEMO_PROMPT"
+	@$(BIN)/forerun demo --target "$(TARGET)" $(if $(DRAFT),--draft "$(DRAFT)") -- "$$DEMO_PROMPT"
 demo: export DEMO_PROMPT = $(value PROMPT)
 
 # One thread a process: tests start several on few cores.

@@ -37,7 +37,7 @@ async def serve(options: DraftOptions) -> None:
     lane = Lane("engine")
     loaded, cost = await asyncio.wrap_future(lane.run(lambda: _prepared(options)))
     log.info("a step by its rows: %s", cost.describe())
-    source = Source.EARLY_EXIT if options.load.layers else Source.MODEL
+    source = source_of(options.load, loaded)
     tracing = Tracing.from_environment("forerun-draft")
     config = DraftConfig(source=source, max_sequences=options.max_sequences, width=options.width)
     await attach(
@@ -47,6 +47,13 @@ async def serve(options: DraftOptions) -> None:
         tracing,
         lane,
     )
+
+
+def source_of(options: LoadOptions, loaded: Loaded) -> Source:
+    """What its hints are labelled."""
+    if loaded.distilled:
+        return Source.DISTILLED
+    return Source.MODEL if options.layers is None else Source.EARLY_EXIT
 
 
 def _prepared(options: DraftOptions) -> tuple[Loaded, PassCost]:

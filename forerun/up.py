@@ -26,6 +26,7 @@ from forerun.client import Client
 from forerun.core.errors import ForerunError, ModelRefused
 from forerun.core.params import Source
 from forerun.rpc.options import client_options
+from forerun.runtime.distill.draft import is_draft, shipped, shipped_draft
 from forerun.runtime.models import resolve
 from forerun.runtime.sim import PREFIX, SimSpec
 
@@ -57,10 +58,14 @@ class ServiceFailed(ForerunError):
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What `forerun up` starts. `draft`: sources; a model folder, hub id or sim:... stands for itself."""
+    """What `forerun up` starts.
+
+    draft: sources; a model folder, hub id or sim:... stands for itself. None named: what ships for the target or else
+    early exit, and lookup.
+    """
 
     target: str = "demo"
-    draft: Sequence[str] = ("early_exit", "ngram")
+    draft: Sequence[str] = ()
     port: int = 50051
     dtype: str = "bfloat16"
     lookahead: int = 8
@@ -197,6 +202,7 @@ def _ended(status: int) -> str:
 
 def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[Service]:
     """The processes and their command lines. Raises ModelRefused for a source that is none."""
+    options = replace(options, draft=options.draft or default_sources(folder))
     cores = len(options.target_cores or os.sched_getaffinity(0))
     drafts_apart = bool(options.target_cores and options.draft_cores)
     model_drafts = [source for source in options.draft if source not in ("ngram", "none")]
@@ -228,8 +234,11 @@ def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[
             chosen = ["--model", folder, "--layers", str(options.early_exit_layers)]
         elif source in (Source.EARLY_EXIT.label, Source.MODEL.label):
             chosen = ["--model", folder]
+        elif source == Source.DISTILLED.label:
+            chosen = ["--model", shipped_draft(folder), "--target", folder]
         elif source.startswith(PREFIX) or source == "demo" or "/" in source or Path(source).exists():
-            chosen = ["--model", resolve(source)]
+            found = resolve(source)
+            chosen = ["--model", found, *(["--target", folder] if is_draft(found) else [])]
         else:
             known = ", ".join(["none", *(known.label for known in Source)])
             raise ModelRefused(f"no hint source is called {source!r}; there are {known}, or a model's folder or hub id")
@@ -270,8 +279,19 @@ async def started(options: UpOptions) -> AsyncIterator[Running]:
                 await asyncio.gather(*(service.stop() for service in running.services[1:]))
 
 
-def source_names(text: str) -> tuple[str, ...]:
-    """Comma-joined sources; the commas of one sim:... belong to it. Raises ModelRefused if there is none."""
+def default_sources(folder: str) -> tuple[str, ...]:
+    """For the target in `folder`, if none are named."""
+    draft = Source.EARLY_EXIT if shipped(folder) is None else Source.DISTILLED
+    return draft.label, Source.NGRAM.label
+
+
+def source_names(text: str | None) -> tuple[str, ...]:
+    """Comma-joined sources; the commas of one sim:... belong to it. None: as UpOptions has it by default.
+
+    Raises ModelRefused if there is none.
+    """
+    if text is None:
+        return ()
     names: list[str] = []
     for part in filter(None, text.split(",")):
         if names and names[-1].startswith("sim:") and "=" in part:

@@ -17,6 +17,7 @@ from forerun.commands.bench_prefix import PrefixPlan
 from forerun.commands.exact import SCENARIOS
 from forerun.commands.options import (
     Chains,
+    Draft,
     DraftCores,
     KvMemory,
     Layers,
@@ -124,7 +125,7 @@ def bench(
     json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
     addr: Annotated[str | None, typer.Option(help="A running coordinator. Default: start services of our own.")] = None,
     target: Annotated[str, typer.Option(help="The model of our own services.")] = "demo",
-    draft: Annotated[str, typer.Option(help="The hint sources of our own services.")] = "early_exit,ngram",
+    draft: Draft = None,
     layers: Layers = 8,
     lookahead: Lookahead = 8,
     chains: Chains = False,

@@ -36,6 +36,14 @@ KvMemory = Annotated[
 ]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallelism: processes that share the target's weights.")]
 Lookahead = Annotated[int, typer.Option(min=0, max=64, help="Nodes checked in a pass, unless a request says.")]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="Hint sources: distilled, early_exit, a draft's or model's folder, sim:..., ngram, none; joined by commas."
+        " Default: distilled where a draft ships for the target, else early_exit; and ngram.",
+        show_default=False,
+    ),
+]
 Chains = Annotated[bool, typer.Option("--chains", help="Check the likeliest line of a tree alone.")]
 MaxSequences = Annotated[int, typer.Option(min=1, help="Sequences in a pass of the target; more wait.")]
 TargetCores = Annotated[str, typer.Option(help="Pin target workers to these cores, as 0,1. Default: all.")]

@@ -24,6 +24,7 @@ from forerun.commands.options import (
     Chains,
     Cores,
     Device,
+    Draft,
     DraftCores,
     Dtype,
     KvMemory,
@@ -101,6 +102,10 @@ def draft_worker(
     dtype: Dtype = Precision.BFLOAT16,
     threads: Threads = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="Early exit: only the first layers of the model.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Whose embedding a distilled draft shares. Default: the one it was made for, by name."),
+    ] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences drafted for at once.")] = 64,
     width: Annotated[
         int, typer.Option(min=1, help="Most tree nodes grown in a step; fewer while more do not pay.")
@@ -108,19 +113,21 @@ def draft_worker(
     device: OnDevice = Device.AUTO,
     cores: Cores = "",
 ) -> None:
-    """Run a draft worker: guesses ahead of the target."""
+    """Run a draft worker: guesses ahead of the target.
+
+    MODEL may also be a folder that `forerun distill` wrote, or `distilled`: the draft that ships for the target.
+    """
     from draft_worker.main import DraftOptions, serve
     from forerun.runtime.serving import LoadOptions
 
-    options = DraftOptions(LoadOptions(model, dtype, threads, layers, device=device), attach, max_sequences, width)
+    load = LoadOptions(model, dtype, threads, layers, device=device, target=target)
+    options = DraftOptions(load, attach, max_sequences, width)
     _run(lambda: serve(options), cores)
 
 
 def up(
     target: Annotated[str, typer.Option(help="The model whose words count: folder, hub id, demo or sim:...")] = "demo",
-    draft: Annotated[
-        str, typer.Option(help="Hint sources: early_exit, model folder or sim:..., ngram, none; joined by commas.")
-    ] = "early_exit,ngram",
+    draft: Draft = None,
     port: Port = 50051,
     dtype: Dtype = Precision.BFLOAT16,
     lookahead: Lookahead = 8,
@@ -176,7 +183,7 @@ def up(
 def demo(
     prompt: Annotated[str, typer.Argument(help="What to answer.")] = DEMO_PROMPT,
     target: Annotated[str, typer.Option(help="Model, as for `forerun up`.")] = "demo",
-    draft: Annotated[str, typer.Option(help="Hint sources, as for `forerun up`.")] = "early_exit,ngram",
+    draft: Draft = None,
     layers: Layers = 8,
     max_tokens: Annotated[int, typer.Option(min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

@@ -22,6 +22,7 @@ class Source(IntEnum):
     MODEL = 1
     EARLY_EXIT = 2
     NGRAM = 3
+    DISTILLED = 4
 
     @property
     def label(self) -> str:

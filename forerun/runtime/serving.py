@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import ModelRefused
@@ -18,7 +17,7 @@ from forerun.core.pages import TILE
 from forerun.core.params import Source
 from forerun.rpc.lane import Lane
 from forerun.rpc.worker import Engine, Worker
-from forerun.runtime.distill import DRAFT
+from forerun.runtime.distill.draft import is_draft, read_draft, shipped_draft
 from forerun.runtime.memory import MemoryUse, check_room, give_back, kv_budget, kv_pages, resident_bytes, settle
 from forerun.runtime.models import described, load_causal_lm, numerics_id, resolve, revision
 from forerun.runtime.passes import Model
@@ -43,13 +42,14 @@ SIM_TOKEN_BYTES = 1024
 class LoadOptions:
     """Which model a worker computes, and how."""
 
-    model: str  # folder, hub id, demo, or sim:...
+    model: str  # folder, hub id, demo, or sim:...; of a draft also distilled: what ships for its target
     dtype: str = "bfloat16"
     threads: int = 1
     layers: int | None = None  # early exit: only the first ones
     kv_memory: int | None = None  # bytes; None: a share of what is free
     tp: int = 1  # ranks that compute it together
     device: str = "auto"  # cpu, cuda, or cuda if there is one
+    target: str | None = None  # of a distilled draft; None: what it was made for, by the name it had then
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class Loaded:
     numerics_id: str
     eos_token_ids: tuple[int, ...]
     memory: Callable[[], MemoryUse]  # asked once the largest pass has run
+    distilled: bool = False  # a draft that `forerun distill` made
 
     @property
     def context_limit(self) -> int:
@@ -70,7 +71,7 @@ class Loaded:
 def load(options: LoadOptions, *, draft: bool, sequences: int) -> Loaded:
     """sequences: how many are served at once. Raises ModelRefused, saying what cannot be served and why."""
     _check(options)
-    folder = resolve(options.model)
+    folder = _folder_of(options, draft)
     target = _target_of(folder, options, draft)
     text = TextModel.load(target or folder)
     if folder.startswith(PREFIX):
@@ -102,7 +103,7 @@ def load(options: LoadOptions, *, draft: bool, sequences: int) -> Loaded:
     def memory() -> MemoryUse:
         return replace(model.memory(baseline, resident_bytes()), sequences=sequences, asked=options.kv_memory)
 
-    return Loaded(model, vocab_size, revision(folder), bits, text.eos_token_ids, memory)
+    return Loaded(model, vocab_size, revision(folder), bits, text.eos_token_ids, memory, target is not None)
 
 
 def _check(options: LoadOptions) -> None:
@@ -129,17 +130,32 @@ def _device(options: LoadOptions) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _folder_of(options: LoadOptions, draft: bool) -> str:
+    if draft and options.model == Source.DISTILLED.label:
+        return shipped_draft(resolve(options.target or "demo"))
+    return resolve(options.model)
+
+
 def _target_of(folder: str, options: LoadOptions, draft: bool) -> str | None:
     """Folder of the target that `forerun distill` made this draft for; None: it is a model of its own."""
-    if not (Path(folder) / DRAFT).is_file():
+    if folder.startswith(PREFIX) or not is_draft(folder):
+        if options.target is not None:
+            raise ModelRefused(f"--target is for drafts that `forerun distill` made, and {options.model!r} is none")
         return None
     if not draft:
         raise ModelRefused(f"{folder} is a draft that `forerun distill` made; serve its target, and it as --draft")
     if options.tp > 1 or options.layers is not None:
         raise ModelRefused(f"{folder} is a draft that `forerun distill` made; it takes neither --tp nor --layers")
-    from forerun.runtime.distill.student import read_draft
-
-    return resolve(read_draft(folder).target)
+    made = read_draft(folder)
+    if options.target is not None:
+        return resolve(options.target)
+    try:
+        return resolve(made.target)
+    except ModelRefused as error:
+        raise ModelRefused(
+            f"{folder} shares its embedding with its target, {made.target!r}, which is not to be had by that name; "
+            "name its folder with --target"
+        ) from error
 
 
 def _build(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x66orerun/v1/common.proto\x12\nforerun.v1\"*\n\x03Seq\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\",\n\x03Law\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\"{\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12\x0e\n\x06scores\x18\x03 \x03(\x02\x12#\n\x07sources\x18\x04 \x03(\x0e\x32\x12.forerun.v1.Source\x12\x1d\n\x04laws\x18\x05 \x03(\x0b\x32\x0f.forerun.v1.Law\"\x8a\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12.\n\x0cverification\x18\x06 \x01(\x0e\x32\x18.forerun.v1.Verification*[\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x10\n\x0cSOURCE_MODEL\x10\x01\x12\x15\n\x11SOURCE_EARLY_EXIT\x10\x02\x12\x10\n\x0cSOURCE_NGRAM\x10\x03*|\n\x0cVerification\x12\x1c\n\x18VERIFICATION_UNSPECIFIED\x10\x00\x12\x18\n\x14VERIFICATION_COUPLED\x10\x01\x12\x1a\n\x16VERIFICATION_REJECTION\x10\x02\x12\x18\n\x14VERIFICATION_TYPICAL\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x66orerun/v1/common.proto\x12\nforerun.v1\"*\n\x03Seq\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\",\n\x03Law\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\"{\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12\x0e\n\x06scores\x18\x03 \x03(\x02\x12#\n\x07sources\x18\x04 \x03(\x0e\x32\x12.forerun.v1.Source\x12\x1d\n\x04laws\x18\x05 \x03(\x0b\x32\x0f.forerun.v1.Law\"\x8a\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12.\n\x0cverification\x18\x06 \x01(\x0e\x32\x18.forerun.v1.Verification*q\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x10\n\x0cSOURCE_MODEL\x10\x01\x12\x15\n\x11SOURCE_EARLY_EXIT\x10\x02\x12\x10\n\x0cSOURCE_NGRAM\x10\x03\x12\x14\n\x10SOURCE_DISTILLED\x10\x04*|\n\x0cVerification\x12\x1c\n\x18VERIFICATION_UNSPECIFIED\x10\x00\x12\x18\n\x14VERIFICATION_COUPLED\x10\x01\x12\x1a\n\x16VERIFICATION_REJECTION\x10\x02\x12\x18\n\x14VERIFICATION_TYPICAL\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forerun.v1.common_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SOURCE']._serialized_start=395
-  _globals['_SOURCE']._serialized_end=486
-  _globals['_VERIFICATION']._serialized_start=488
-  _globals['_VERIFICATION']._serialized_end=612
+  _globals['_SOURCE']._serialized_end=508
+  _globals['_VERIFICATION']._serialized_start=510
+  _globals['_VERIFICATION']._serialized_end=634
   _globals['_SEQ']._serialized_start=39
   _globals['_SEQ']._serialized_end=81
   _globals['_LAW']._serialized_start=83

@@ -12,6 +12,7 @@ class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SOURCE_MODEL: _ClassVar[Source]
     SOURCE_EARLY_EXIT: _ClassVar[Source]
     SOURCE_NGRAM: _ClassVar[Source]
+    SOURCE_DISTILLED: _ClassVar[Source]
 
 class Verification(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -23,6 +24,7 @@ SOURCE_UNSPECIFIED: Source
 SOURCE_MODEL: Source
 SOURCE_EARLY_EXIT: Source
 SOURCE_NGRAM: Source
+SOURCE_DISTILLED: Source
 VERIFICATION_UNSPECIFIED: Verification
 VERIFICATION_COUPLED: Verification
 VERIFICATION_REJECTION: Verification

@@ -20,8 +20,9 @@ from forerun.core.pages import KV
 from forerun.runtime.distill import pipeline, writing
 from forerun.runtime.distill.card import licence_of, plot
 from forerun.runtime.distill.corpus import DataPlan, frequent, read_shards, write_shards
+from forerun.runtime.distill.draft import Draft
 from forerun.runtime.distill.evaluation import evaluate
-from forerun.runtime.distill.student import Draft, choose_layers, load_student, save_student, student_of
+from forerun.runtime.distill.student import choose_layers, load_student, save_student, student_of
 from forerun.runtime.distill.training import Point, Slots, TrainPlan, distance, rows_of, train
 from forerun.runtime.distill.turns import Turns
 from forerun.runtime.distill.wide import WIDE, WideCache, step

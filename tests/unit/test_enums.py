@@ -34,5 +34,5 @@ def test_source_labels_parse(source: Source) -> None:
 
 @pytest.mark.parametrize("label", ["", "MODEL", "medusa"])
 def test_an_unknown_source_names_the_known_ones(label: str) -> None:
-    with pytest.raises(KeyError, match="model, early_exit, ngram"):
+    with pytest.raises(KeyError, match="model, early_exit, ngram, distilled"):
         Source.parse(label)

@@ -24,9 +24,9 @@ from forerun.core.pages import TILE
 from forerun.runtime.distill import DRAFT
 from forerun.runtime.distill.card import CARD, PLOT, Making, card, licence_of, plot
 from forerun.runtime.distill.corpus import DataPlan, frequent, read_shards, shard, write_shards
+from forerun.runtime.distill.draft import Draft
 from forerun.runtime.distill.evaluation import PASSES, Evaluation, evaluate, pass_ms
 from forerun.runtime.distill.student import (
-    Draft,
     Student,
     choose_layers,
     load_student,

@@ -7,11 +7,9 @@ revision that draft.json names, and is refused beside any other.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 import forerun.runtime.attention  # noqa: F401  makes the name "forerun" known
 from forerun.core.errors import ModelRefused
 from forerun.runtime.distill import DRAFT
+from forerun.runtime.distill.draft import Draft, read_draft, write_draft
 from forerun.runtime.folders import SINGLE, check_shapes, read_entries
 from forerun.runtime.models import DTYPES, load_causal_lm, read_config, revision
 
-FORMAT = 1
 IDS = "draft.ids"
 
 
@@ -55,17 +53,6 @@ class Student(nn.Module):
     def own(self) -> dict[str, nn.Parameter]:
         """What is its own and trained, by name: all but the embeddings, which are the target's."""
         return {name: weight for name, weight in self.model.named_parameters() if name not in _shared(self.model)}
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What draft.json says."""
-
-    target: str  # as it was named
-    target_revision: str
-    layers: tuple[int, ...]  # of the target, ascending
-    head: int  # ids
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def choose_layers(text: str, total: int) -> tuple[int, ...]:
@@ -118,15 +105,7 @@ def save_student(student: Student, folder: Path, draft: Draft, dtype: str = "bfl
     config.to_json_file(folder / "config.json", use_diff=False)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     (folder / SINGLE).chmod(0o644)  # safetensors lets nobody else read; a worker may be another user
-    described = {
-        "format": FORMAT,
-        "target": draft.target,
-        "target_revision": draft.target_revision,
-        "layers": list(draft.layers),
-        "head": draft.head,
-        "evaluation": dict(draft.evaluation),
-    }
-    (folder / DRAFT).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    write_draft(folder, draft)
 
 
 def load_student(
@@ -171,32 +150,6 @@ def load_student(
     student.ids.copy_(ids)
     _share(student.model, load_causal_lm(target_folder, dtype, layers=1))
     return student.eval().requires_grad_(False)
-
-
-def read_draft(folder: str) -> Draft:
-    """Raises ModelRefused for a folder that `forerun distill` did not write, or did not finish."""
-    path = Path(folder) / DRAFT
-    if not path.is_file():
-        raise ModelRefused(f"{folder} is no draft: it holds no {DRAFT}, which `forerun distill` writes last")
-    try:
-        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        draft = Draft(
-            str(told["target"]),
-            str(told["target_revision"]),
-            tuple(int(layer) for layer in told["layers"]),
-            int(told["head"]),
-            dict(told["evaluation"]),
-        )
-        number = told["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelRefused(f"{path} describes no draft: {type(error).__name__}: {error}") from error
-    if number != FORMAT:
-        raise ModelRefused(f"{path} is of format {number!r}; this version reads format {FORMAT}")
-    if draft.head < 2 or not draft.layers:
-        raise ModelRefused(
-            f"{path} states {draft.head} ids and {len(draft.layers)} layers; at least 2 and 1 are needed"
-        )
-    return draft
 
 
 # --- parts of a model, by whatever names its architecture gives them ---------------------------------
