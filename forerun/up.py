@@ -230,21 +230,34 @@ def plan(options: UpOptions, folder: str, attach_port: int, logs: Path) -> list[
         name = TARGET if number == 1 else f"{TARGET}-{number}"
         services.append(Service(name, target, logs / f"{name}.log"))
     for source in model_drafts:
-        if source == Source.EARLY_EXIT.label and not folder.startswith("sim:"):
-            chosen = ["--model", folder, "--layers", str(options.early_exit_layers)]
-        elif source in (Source.EARLY_EXIT.label, Source.MODEL.label):
-            chosen = ["--model", folder]
-        elif source == Source.DISTILLED.label:
-            chosen = ["--model", shipped_draft(folder), "--target", folder]
-        elif source.startswith(PREFIX) or source == "demo" or "/" in source or Path(source).exists():
-            found = resolve(source)
-            chosen = ["--model", found, *(["--target", folder] if is_draft(found) else [])]
+        if source in (Source.EARLY_EXIT.label, Source.MODEL.label):
+            early = source == Source.EARLY_EXIT.label and not folder.startswith(PREFIX)
+            chosen = ["--model", folder, *(["--layers", str(options.early_exit_layers)] if early else [])]
         else:
-            known = ", ".join(["none", *(known.label for known in Source)])
-            raise ModelRefused(f"no hint source is called {source!r}; there are {known}, or a model's folder or hub id")
+            found = _model_of(source, folder)
+            chosen = ["--model", found, *(["--target", folder] if is_draft(found) else [])]
         draft = ["draft-worker", *chosen, "--threads", "1", *common, *attach, *_pinned(options.draft_cores)]
         services.append(Service(DRAFT, draft, logs / "draft.log"))
     return services
+
+
+def _model_of(source: str, folder: str) -> str:
+    """The folder (or sim:...) of a draft with weights of its own. Raises ModelRefused for a source that is none."""
+    if source == Source.DISTILLED.label:
+        return shipped_draft(folder)
+    if source.startswith(PREFIX) or source == "demo" or "/" in source or Path(source).exists():
+        return resolve(source)
+    known = ", ".join(["none", *(known.label for known in Source)])
+    raise ModelRefused(f"no hint source is called {source!r}; there are {known}, or a model's folder or hub id")
+
+
+def draft_folder(options: UpOptions) -> str | None:
+    """Of the draft that `up` starts; None if it has no weights of its own. Raises ModelRefused."""
+    folder = resolve(options.target)
+    shared = {Source.EARLY_EXIT.label, Source.MODEL.label, Source.NGRAM.label, "none"}
+    own = [source for source in options.draft or default_sources(folder) if source not in shared]
+    found = _model_of(own[0], folder) if own else PREFIX
+    return None if found.startswith(PREFIX) else found
 
 
 def _pinned(cores: Sequence[int]) -> list[str]:

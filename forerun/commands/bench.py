@@ -33,7 +33,7 @@ from forerun.commands.report import Measured
 from forerun.commands.runs import Asked, Decoding
 from forerun.commands.scenarios import BATCH, ScenarioPlan, run_scenarios
 from forerun.core.errors import InvalidRequest
-from forerun.up import UpOptions, source_names
+from forerun.up import UpOptions, draft_folder, source_names
 
 OF_OWN_SERVICES = {"target", "draft", "layers", "lookahead", "chains", "max_sequences", "kv_memory", "tp"}
 OF_OWN_SERVICES |= {"target_cores", "draft_cores"}
@@ -93,7 +93,9 @@ def bench(
     single: Annotated[bool, typer.Option("--single", help="Also plain with one stream: what a batch gains.")] = False,
     compare: Annotated[
         Compare | None,
-        typer.Option(help="Also the usual library in this process: plain and with prompt lookup, or in batches."),
+        typer.Option(
+            help="Also the usual library in this process: plain, with prompt lookup and the same draft, or in batches."
+        ),
     ] = None,
     check_exact: Annotated[
         bool, typer.Option("--check-exact", help="Exit status 1 if ids or logits of an answer differ from plain's.")
@@ -141,7 +143,11 @@ def bench(
     dtype: Annotated[Dtype, typer.Option(help="Of our own services, and for --compare.")] = Dtype.BFLOAT16,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="Of our own target and for --compare. Default: what the draft leaves; all cores."),
+        typer.Option(
+            min=1,
+            help="Of our own target, and for --compare unless workers are pinned: then it has as many as they have"
+            " cores. Default: what the draft leaves; all cores.",
+        ),
     ] = None,
 ) -> None:
     """Answer the prompts plainly, speculatively and as compared, by turns, and print a table.
@@ -206,10 +212,8 @@ def bench(
             names = _scenarios(scenarios)
             losses = (fail_every, fail_rounds)
             return await run_scenarios(services, ScenarioPlan(names, asked, decoding, company, scarce, *losses))
-        comparison = throughput.Comparison(model, dtype.value, threads or len(os.sched_getaffinity(0)))
-        plan = throughput.Plan(
-            asked, decoding, streams or 1, single, check_exact, None if compare is None else comparison
-        )
+        comparison = None if compare is None else throughput.Comparison(model, dtype.value, *_given(services, threads))
+        plan = throughput.Plan(asked, decoding, streams or 1, single, check_exact, comparison)
         return await throughput.run(services, plan)
 
     if not failure.run(main()):
@@ -231,6 +235,14 @@ def _read(path: Path | None) -> list[measure.Prompt]:
         return measure.parse_prompts(path.read_text(encoding="utf-8").split("\n"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"--prompts {path}: {error}") from error
+
+
+def _given(services: Services, threads: int | None) -> tuple[int, str | None]:
+    """What the usual library gets to compare with: threads, and the draft's folder if the services have one."""
+    options = services.options
+    cores = {*options.target_cores, *options.draft_cores}
+    given = len(cores) if cores else threads or len(os.sched_getaffinity(0))
+    return given, None if services.addr is not None else draft_folder(options)
 
 
 def _scenarios(text: str) -> list[str]:

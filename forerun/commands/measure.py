@@ -58,6 +58,13 @@ class Timeline:
         return self.arrivals[0][0] - self.sent if self.arrivals else None
 
     @property
+    def decoding(self) -> tuple[int, float]:
+        """Tokens after those that came first, and the seconds in which they came."""
+        if not self.arrivals:
+            return 0, 0.0
+        return self.tokens - self.arrivals[0][1], self.arrivals[-1][0] - self.arrivals[0][0]
+
+    @property
     def itl(self) -> list[float]:  # [tokens - 1]
         latencies: list[float] = []
         for index, (at, tokens) in enumerate(self.arrivals):
@@ -172,6 +179,7 @@ def summarise(record: Record, plain: Record | None) -> dict[str, Any]:
         "tokens": tokens,
         "seconds": record.seconds,
         "tokens_per_s": speed,
+        **_decoding(record.samples, plain.samples if plain else []),
         **_speculation(record.samples),
         "prompt_tokens": sum(sample.prompt_tokens for sample in record.samples),
         "cached": sum(sample.cached for sample in record.samples),
@@ -199,6 +207,12 @@ def _speculation(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
+def _decoding(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
+    """Speed per stream once the first tokens are there."""
+    speed, plain_speed = (_decode_speed(some) for some in (samples, plain))
+    return {"decode_tokens_per_s": speed, "decode_ratio_to_plain": ratio(speed or 0.0, plain_speed or 0.0)}
+
+
 def _by_category(record: Record, plain: Record | None) -> dict[str, Any]:
     """Speeds are per stream here: tokens over the summed time of the answers, which may overlap."""
     found: dict[str, Any] = {}
@@ -211,6 +225,7 @@ def _by_category(record: Record, plain: Record | None) -> dict[str, Any]:
             "tokens": sum(sample.timeline.tokens for sample in mine),
             "tokens_per_s": speed,
             "ratio_to_plain": ratio(speed or 0.0, plain_speed or 0.0),
+            **_decoding(mine, theirs),
             **_speculation(mine),
         }
     return found
@@ -218,6 +233,11 @@ def _by_category(record: Record, plain: Record | None) -> dict[str, Any]:
 
 def _stream_speed(samples: Sequence[Sample]) -> float | None:
     return ratio(sum(s.timeline.tokens for s in samples), sum(s.timeline.seconds for s in samples))
+
+
+def _decode_speed(samples: Sequence[Sample]) -> float | None:
+    spans = [sample.timeline.decoding for sample in samples]
+    return ratio(sum(tokens for tokens, _ in spans), sum(seconds for _, seconds in spans))
 
 
 def _percentile(ordered: Sequence[float], fraction: float, scale: float) -> float | None:

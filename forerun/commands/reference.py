@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from forerun.commands.measure import Prompt, Sample, Timeline
 from forerun.commands.runs import Decoding, Told, closed_loop, named
 from forerun.core.errors import ModelRefused
-from forerun.runtime.models import resolve
+from forerun.runtime.distill.draft import is_draft
+from forerun.runtime.models import load_causal_lm, resolve
 from forerun.text.model import TextModel
 
 T = TypeVar("T")
@@ -23,8 +25,19 @@ T = TypeVar("T")
 LOOKUP_TOKENS = 8
 """prompt_lookup_num_tokens of transformers-prompt-lookup."""
 
+FAR = -1e4
+"""Logit of ids that a distilled draft's head lacks."""
+
 PAD = 0
 """What fills the rows of a batch; masked before the prompt, cut off after the end."""
+
+
+class Aid(Enum):
+    """What guesses for it."""
+
+    NONE = "transformers"
+    LOOKUP = "transformers-prompt-lookup"
+    DRAFT = "transformers-assisted"
 
 
 class _Countable(Protocol):
@@ -53,19 +66,24 @@ class Reference:
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "reference")
         self._model: Any
+        self._draft: Any = None
         self._text: TextModel
         self._ends: list[int] = []
 
-    async def load(self, model: str, dtype: str, threads: int, eos_token_ids: Sequence[int]) -> None:
+    async def load(
+        self, model: str, dtype: str, threads: int, eos_token_ids: Sequence[int], draft: str | None = None
+    ) -> None:
         """`model` is a folder or hub id. `eos_token_ids` are the service's, so that both end alike.
+
+        draft: folder of what guesses with Aid.DRAFT, a model or what `forerun distill` made.
 
         Raises:
             ModelRefused: torch or transformers is missing, or they cannot load it.
         """
-        await self._in_thread(lambda: self._load(model, dtype, threads, eos_token_ids))
+        await self._in_thread(lambda: self._load(model, dtype, threads, eos_token_ids, draft))
 
-    async def answer(self, prompt: Prompt, max_tokens: int, *, lookup: bool) -> Sample:
-        return await self._in_thread(lambda: self._answer(prompt, max_tokens, lookup))
+    async def answer(self, prompt: Prompt, max_tokens: int, aid: Aid = Aid.NONE) -> Sample:
+        return await self._in_thread(lambda: self._answer(prompt, max_tokens, aid))
 
     async def answer_batch(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Sample]:
         """All in one `generate`: padded on the left, the padding masked."""
@@ -77,7 +95,7 @@ class Reference:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _load(self, model: str, dtype: str, threads: int, eos_token_ids: Sequence[int]) -> None:
+    def _load(self, model: str, dtype: str, threads: int, eos_token_ids: Sequence[int], draft: str | None) -> None:
         try:
             import torch
             import transformers
@@ -92,6 +110,10 @@ class Reference:
         torch.set_num_threads(threads)  # holds for the calling thread only
         try:
             self._model = library.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+            if draft is not None:
+                self._draft = _whole_draft(draft, folder, dtype)
+        except ModelRefused:
+            raise
         except Exception as error:  # the library raises its own, the hub's and OS errors
             raise ModelRefused(
                 f"--compare transformers cannot load {model!r}; name its folder with --model: {error}"
@@ -99,15 +121,18 @@ class Reference:
         self._model.eval()
         # The model's own sampling defaults (top_k 50 and the like) are not the service's.
         self._ends = [] if self._decoding.ignore_eos else list(eos_token_ids)
-        self._model.generation_config = library.GenerationConfig(eos_token_id=self._ends or None, pad_token_id=PAD)
+        for each in filter(None, (self._model, self._draft)):
+            each.generation_config = library.GenerationConfig(eos_token_id=self._ends or None, pad_token_id=PAD)
 
-    def _answer(self, prompt: Prompt, max_tokens: int, lookup: bool) -> Sample:
+    def _answer(self, prompt: Prompt, max_tokens: int, aid: Aid) -> Sample:
         import torch
 
         ids = self._prompt_ids(prompt)
         options = self._options(max_tokens)
-        if lookup:
+        if aid is Aid.LOOKUP:
             options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+        if aid is Aid.DRAFT:
+            options["assistant_model"] = self._draft
         torch.manual_seed(self._decoding.seed_of(prompt))
         arrivals = _Arrivals(self._clock)
         sent = self._clock()
@@ -155,15 +180,18 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRun:
-    """Plain `generate`, or with prompt-lookup decoding; one prompt at a time."""
+    """Plain `generate`, or with prompt-lookup or assisted decoding as it comes; one prompt at a time."""
 
-    name: str
     reference: Reference
-    lookup: bool
+    aid: Aid
+
+    @property
+    def name(self) -> str:
+        return self.aid.value
 
     async def answers(self, prompts: Sequence[Prompt], streams: int, max_tokens: int, told: Told) -> list[Sample]:
         async def one(prompt: Prompt) -> Sample:
-            sample = await named(self.name, prompt, self.reference.answer(prompt, max_tokens, lookup=self.lookup))
+            sample = await named(self.name, prompt, self.reference.answer(prompt, max_tokens, self.aid))
             told(self.name)
             return sample
 
@@ -185,6 +213,15 @@ class BatchedReferenceRun:
                 told(self.name)
             samples += batch
         return samples
+
+
+def _whole_draft(folder: str, target: str, dtype: str) -> Any:
+    """A model with the target's vocabulary, in the library's own attention."""
+    if not is_draft(folder):
+        return load_causal_lm(folder, dtype, attention="sdpa")
+    from forerun.runtime.distill.student import expanded, load_student
+
+    return expanded(load_student(folder, target, dtype, attention="sdpa", outside=FAR))
 
 
 def _length(answer: Sequence[int], ends: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ from forerun.client import Client
 from forerun.commands import measure, report
 from forerun.commands.exact import Exactness, exactness
 from forerun.commands.own import Services
-from forerun.commands.reference import LOOKUP_TOKENS, BatchedReferenceRun, Reference, ReferenceRun
+from forerun.commands.reference import LOOKUP_TOKENS, Aid, BatchedReferenceRun, Reference, ReferenceRun
 from forerun.commands.runs import Asked, Decoding, Run, ServiceRun, interleave, warm_up
 from forerun.v1 import generation_pb2
 
@@ -25,6 +25,7 @@ class Comparison:
     model: str | None
     dtype: str
     threads: int
+    draft: str | None = None  # folder of the draft that guesses for the service: then it guesses for the library too
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ async def run(services: Services, plan: Plan) -> report.Measured:
         compare["model"] = plan.compare.model or outcome.info.model
     settings = {**plan.asked.as_json(), **asdict(plan.decoding), "streams": plan.streams}
     settings |= {**report.served(outcome.info), "compare": compare}
-    figures: dict[str, Any] = {"runs": outcome.summaries()}
+    plain = outcome.records[measure.PLAIN].samples
+    answers = [{"question_id": s.prompt.question_id, "token_ids": s.token_ids} for s in plain]
+    figures: dict[str, Any] = {"runs": outcome.summaries(), "answers": answers}
     if not plan.check_exact:
         return report.Measured(settings, figures)
     exact = outcome.exactness()
@@ -93,8 +96,9 @@ async def execute(client: Client, info: generation_pb2.GetModelInfoResponse, pla
     reference = Reference(plan.decoding)
     try:
         if (compare := plan.compare) is not None:
-            await reference.load(compare.model or info.model, compare.dtype, compare.threads, info.eos_token_ids)
-            runs += _compared(reference, plan.streams)
+            model = compare.model or info.model
+            await reference.load(model, compare.dtype, compare.threads, info.eos_token_ids, compare.draft)
+            runs += _compared(reference, plan.streams, compare.draft is not None)
         with report.progress("warm-up", len(runs) * len(plan.asked.prompts)) as told:
             await warm_up(runs, plan.decoding.max_tokens)
             records = await interleave(runs, plan.asked.prompts, plan.streams, plan.decoding.max_tokens, told)
@@ -103,11 +107,8 @@ async def execute(client: Client, info: generation_pb2.GetModelInfoResponse, pla
     return Outcome(info, records, plan)
 
 
-def _compared(reference: Reference, streams: int) -> list[Run]:
+def _compared(reference: Reference, streams: int, assisted: bool) -> list[Run]:
     """With one stream, one prompt at a time; with several, as many in a batch."""
     if streams > 1:
         return [BatchedReferenceRun("transformers-batched", reference)]
-    return [
-        ReferenceRun("transformers", reference, lookup=False),
-        ReferenceRun("transformers-prompt-lookup", reference, lookup=True),
-    ]
+    return [ReferenceRun(reference, aid) for aid in Aid if assisted or aid is not Aid.DRAFT]

@@ -20,7 +20,7 @@ from forerun import up
 from forerun.client import build_request
 from forerun.commands.bench import bench
 from forerun.commands.measure import Prompt, Sample, Timeline
-from forerun.commands.reference import Reference
+from forerun.commands.reference import Aid, Reference
 from forerun.commands.runs import WARM_UP, Decoding, closed_loop, interleave
 from forerun.v1 import generation_pb2 as pb
 from tests.rpc.fake_generation import FakeGeneration, prompt_of, serving
@@ -129,7 +129,9 @@ def test_json_has_machine_settings_runs_and_exact(addr: str, prompts: str, tmp_p
     assert result.exit_code == 0, result.stderr
     assert "exact: 3 of 3 answers are identical to plain's, ids and logits" in result.stdout
     found = json.loads(out.read_text())
-    assert list(found) == ["machine", "settings", "runs", "exact"]
+    assert list(found) == ["machine", "settings", "runs", "answers", "exact"]
+    assert [answer["question_id"] for answer in found["answers"]] == [80, 81, 82]
+    assert [len(answer["token_ids"]) for answer in found["answers"]] == [7, 7, 7]
     assert found["exact"] == {"checked": 3, "identical": 3, "differing": [], "differences": {}}
     assert found["machine"]["cores"] >= 1
     assert found["machine"]["memory_gib"] > 0
@@ -321,8 +323,8 @@ async def test_the_reference_counts_tokens_and_passes(tiny_model: str) -> None:
     prompt = Prompt(1, "", "w7 w8 w9 w7 w8 w9", True)
     try:
         await reference.load(tiny_model, "float32", 1, [2])
-        plain = await reference.answer(prompt, 24, lookup=False)
-        lookup = await reference.answer(prompt, 24, lookup=True)
+        plain = await reference.answer(prompt, 24)
+        lookup = await reference.answer(prompt, 24, Aid.LOOKUP)
     finally:
         reference.close()
     assert plain.token_ids == lookup.token_ids
@@ -357,7 +359,7 @@ async def test_a_batch_answers_as_each_prompt_alone(tiny_model: str) -> None:
     prompts = [Prompt(number, "", " ".join(["w7 w8 w9"] * number), True) for number in (1, 3, 7)]
     try:
         await reference.load(tiny_model, "float32", 1, [2])
-        alone = [await reference.answer(prompt, 12, lookup=False) for prompt in prompts]
+        alone = [await reference.answer(prompt, 12) for prompt in prompts]
         batch = await reference.answer_batch(prompts, 12)
     finally:
         reference.close()

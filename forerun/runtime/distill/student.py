@@ -152,6 +152,20 @@ def load_student(
     return student.eval().requires_grad_(False)
 
 
+def expanded(student: Student) -> PreTrainedModel:
+    """For libraries that know no reduced heads: one over the whole vocabulary, in which `outside` is a bias."""
+    model = student.model
+    name = _head(model)
+    few = model.get_submodule(name)
+    assert isinstance(few, nn.Linear)
+    whole = nn.Linear(few.in_features, student._vocab_size, dtype=few.weight.dtype)
+    with torch.no_grad():
+        whole.weight.zero_()[student.ids] = few.weight
+        whole.bias.fill_(student.outside)[student.ids] = 0.0 if few.bias is None else few.bias
+    model.set_submodule(name, whole.requires_grad_(False))
+    return model
+
+
 # --- parts of a model, by whatever names its architecture gives them ---------------------------------
 
 
