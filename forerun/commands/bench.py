@@ -40,7 +40,7 @@ OF_OWN_SERVICES |= {"target_cores", "draft_cores"}
 """Options that say how services of our own are started."""
 
 
-_OF_PROMPTS = {"prompts", "skip", "limit", "max_tokens", "temperature", "sources", "ignore_eos", "check_exact"}
+_OF_PROMPTS = {"prompts", "skip", "every", "limit", "max_tokens", "temperature", "sources", "ignore_eos", "check_exact"}
 _OF_SPEED = {"single", "compare", "model"}
 _OF_SCENARIOS = {"preempt_kv", "fail_every", "fail_rounds"}
 _OF_LENGTHS = {"prompt_tokens", "rounds"}
@@ -78,6 +78,7 @@ def bench(
         ),
     ] = None,
     skip: Annotated[int, typer.Option(min=0, help="Leave out the first prompts; the others keep their seeds.")] = 0,
+    every: Annotated[int, typer.Option(min=1, help="Take one of so many of the others.")] = 1,
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
@@ -202,7 +203,7 @@ def bench(
         if interfere:
             arrivals = InterferePlan(streams or 4, prompt_tokens or 4000, rounds=rounds or 3, seed=seed)
             return await bench_interfere.run(services, arrivals)
-        asked = Asked(str(prompts), skip, _read(prompts)[skip:][:limit], measure.parse_sources(sources or []))
+        asked = Asked(str(prompts), skip, _read(prompts)[skip::every][:limit], measure.parse_sources(sources or []))
         decoding = Decoding(max_tokens, temperature, seed, ignore_eos)
         if not asked.prompts:
             raise InvalidRequest(f"--skip {skip} leaves none of the prompts in {prompts}")

@@ -7,6 +7,8 @@ among the branches prepared. Leviathan et al. 2023, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,8 +28,21 @@ def speedup_alternating(a: float, k: int, c: float) -> float:
 def speedup_overlapped(a: float, k: int, c: float, h: float = 0.0) -> float:
     """Draft the next k while the pass runs. A round costs the longer of the two; when nothing that was
     grown fits (no run-ahead held the bonus token, no branch the correction) k steps are waited for."""
+    return expected_tokens(a, k) / _round(a, k, h, c, 1.0)
+
+
+def overlapped_speed(a: float, h: float, step: float, passes: Sequence[float]) -> tuple[float, int]:
+    """Tokens per unit of time at the best lookahead k, and that k, where passes cost what they check.
+
+    step: time of a draft step; passes[k]: of a pass that checks k drafted tokens, both while the other side computes.
+    """
+    return max((expected_tokens(a, k) / _round(a, k, h, step, took), k) for k, took in enumerate(passes))
+
+
+def _round(a: float, k: int, h: float, step: float, took: float) -> float:
+    """Time from one pass to the next: the longer of pass and drafting, and drafting again when nothing fits."""
     missed = (1.0 - a ** (k + 1)) * (1.0 - h)
-    return expected_tokens(a, k) / (max(1.0, k * c) + missed * k * c)
+    return max(took, k * step) + missed * k * step
 
 
 def possible_waiting_share(a: float, k: float, h: float) -> float:

@@ -13,6 +13,7 @@ from forerun.core.formulas import (
     acceptance,
     coupled_acceptance_bound,
     expected_tokens,
+    overlapped_speed,
     speedup_alternating,
     speedup_overlapped,
 )
@@ -108,3 +109,18 @@ def test_acceptance_of_the_abc_example() -> None:
     assert acceptance(p, q) == pytest.approx(0.9)
     assert coupled_acceptance_bound(p, q) == pytest.approx(0.9 / 1.1)
     assert acceptance(np.array([1.0, 0.0]), np.array([0.0, 1.0])) == 0.0
+
+
+@often
+@given(chances, chances, st.floats(0.01, 1.0))
+def test_overlapped_speed_is_that_of_the_best_lookahead(a: float, h: float, c: float) -> None:
+    speed, best = overlapped_speed(a, h, c, [1.0] * 9)
+    assert speed == max(speedup_overlapped(a, k, c, h) for k in range(9))
+    assert speed == speedup_overlapped(a, best, c, h)
+
+
+def test_passes_that_grow_with_what_they_check_make_the_best_lookahead_shorter() -> None:
+    flat, k_flat = overlapped_speed(0.8, 0.5, 2.0, [20.0] * 9)
+    steep, k_steep = overlapped_speed(0.8, 0.5, 2.0, [20.0 + 5.0 * k for k in range(9)])
+    assert (k_steep, steep) < (k_flat, flat)
+    assert overlapped_speed(0.8, 0.5, 2.0, [20.0, 1000.0]) == (1 / 20.0, 0)
