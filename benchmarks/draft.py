@@ -153,7 +153,10 @@ def _side(end: Connection, options: LoadOptions, draft: bool, cores: list[int]) 
 
     end.send("ready")
     while True:
-        asked = end.recv()
+        try:
+            asked = end.recv()
+        except EOFError:
+            return  # the benchmark is over
         while asked is None and not end.poll():
             once(1)
         if asked is not None:

@@ -103,6 +103,7 @@ class Reference:
             raise ModelRefused(f"--compare transformers needs `pip install forerun[bench]`: {error}") from error
         library: Any = transformers  # typed in parts
         library.utils.logging.disable_progress_bar()
+        library.utils.logging.set_verbosity_error()  # it advises on every assisted answer
         folder = resolve(model)
         if folder.startswith("sim:"):
             raise ModelRefused(f"transformers cannot run {model!r}; name a model folder with --model")
