@@ -113,7 +113,7 @@ class DraftSequence:
             if row not in kept:
                 self._consider(row)
         for row in guesses:
-            self._offer_second(row)
+            self._offer_others(row)
         if not won and not kept:
             self.kv.truncate(self.kv.cached_len)  # nobody uses the columns behind it any more
 
@@ -124,7 +124,7 @@ class DraftSequence:
             guess = self._guesses.get(row)
             if guess is None:
                 break
-            self.acceptance.observe(guess.sure, guess.share, token, guess.first, guess.second)
+            self.acceptance.observe(guess.sure, guess.shares, token, (guess.first, *guess.others))
 
     def _drop_branches(self) -> None:
         for path in self._paths.values():
@@ -205,16 +205,16 @@ class DraftSequence:
         guess = self._picker.guess(logits[-1], position)
         self._guesses[row] = guess
         self._offer(row, guess.first, self.acceptance.first(guess.sure), guess.law)
-        self._offer_second(row)
+        self._offer_others(row)
         self._grown_now += len(tree) - before
 
-    def _offer_second(self, row: int) -> None:
-        """The runner-up below `row`, once it is likely enough to be grown; until then nobody needs it."""
+    def _offer_others(self, row: int) -> None:
+        """The runners-up below `row` that are likely enough to be grown; until then nobody needs them."""
         guess, tree = self._guesses[row], self.text.tree
-        if guess.second is not None and tree.child(row, guess.second) is None:
-            score = self.acceptance.second(guess.sure, guess.share)
-            if tree.reach(row) * score >= FAINT:
-                self._offer(row, guess.second, score)
+        reach = tree.reach(row)
+        for token, score in zip(guess.others, self.acceptance.others(guess.sure, guess.shares), strict=True):
+            if reach * score >= FAINT and tree.child(row, token) is None:
+                self._offer(row, token, score)
 
     def _offer(self, parent: int, token: int, score: float, law: NodeLaw | None = None) -> None:
         row = self.text.tree.add(parent, token, score, self._source, law)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 SURE = (0.0, 0.1, 0.3, 0.5, 0.7, 0.85, 0.95)
 """A draft's guesses are judged together with those that it was about as sure of: lower ends of the classes."""
@@ -12,7 +12,7 @@ EVEN = (0.2, 0.6)
 """Chance of a first guess of which a draft is not sure at all, and what being sure adds, until something is seen."""
 
 CORRECTION = (0.1, 0.4)
-"""The same for the runner-up, given that the first guess is wrong; sure of its share among all others."""
+"""The same for a runner-up, given that all before it are wrong; sure of its share among all others."""
 
 DRAWN = 0.6
 """The same for a token drawn for the rejection test, whose chance must not depend on which token it was."""
@@ -46,17 +46,22 @@ class Acceptance:
         """Chance that the likeliest child is picked. sure: its share by the draft; None: it was drawn."""
         return self._chance(0, sure)
 
-    def second(self, sure: float | None, share: float) -> float:
-        """The same for the runner-up, which has `share` of what the first guess leaves."""
-        return (1.0 - self.first(sure)) * self._chance(1, share)
+    def others(self, sure: float | None, shares: Sequence[float]) -> Iterator[float]:
+        """The same for the runners-up, each of which has its share of what those before it leave."""
+        left = 1.0 - self.first(sure)
+        for rank, share in enumerate(shares, 1):
+            chance = self._chance(rank, share)
+            yield left * chance
+            left *= 1.0 - chance
 
-    def observe(self, sure: float | None, share: float | None, token: int, first: int, second: int | None) -> None:
-        """The target picked `token` where `first` was the likeliest child, and `second` its runner-up."""
-        self._see(0, sure, token == first)
-        if second is not None and token != first:
-            self._see(1, share, token == second)
+    def observe(self, sure: float | None, shares: Sequence[float], token: int, guesses: Sequence[int]) -> None:
+        """The target picked `token` where these were guessed, likeliest first; shares: of all but the first."""
+        for rank, (share, guess) in enumerate(zip((sure, *shares), guesses, strict=True)):
+            self._see(rank, share, token == guess)
+            if token == guess:
+                break
         if self._pool is not None:
-            self._pool.observe(sure, share, token, first, second)
+            self._pool.observe(sure, shares, token, guesses)
 
     def _see(self, rank: int, sure: float | None, right: bool) -> None:
         key = rank, _class(sure)
@@ -64,7 +69,7 @@ class Acceptance:
         self._counts[key] = hits * self._decay + right, trials * self._decay + 1.0
 
     def _chance(self, rank: int, sure: float | None) -> float:
-        base, slope = (EVEN, CORRECTION)[rank]
+        base, slope = CORRECTION if rank else EVEN
         known = DRAWN if sure is None else base + slope * sure
         if self._pool is not None:
             known = self._pool._chance(rank, sure)

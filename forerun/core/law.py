@@ -38,15 +38,13 @@ class Law:
 
         Two laws that race on the same noise agree with chance >= (1 - TV) / (1 + TV) (Daliri et al. 2024).
         """
+        first, *others = self.finish(seed, position, 2, domain)
+        return first, others[0] if others else None
+
+    def finish(self, seed: int, position: int, count: int, domain: Domain = Domain.COUPLED) -> list[int]:
+        """The first `count` of the race, fewer if there are not so many."""
         times = exponentials(seed, position, self.ids, domain) / self.probabilities
-        first = int(np.argmin(times))
-        if len(times) == 1:
-            return int(self.ids[first]), None
-        winner = times[first]
-        times[first] = np.inf
-        second = int(np.argmin(times))
-        times[first] = winner
-        return int(self.ids[first]), int(self.ids[second])
+        return [int(self.ids[place]) for place in _least(times, count)]
 
 
 def greedy(logits: Logits) -> int:
@@ -54,13 +52,24 @@ def greedy(logits: Logits) -> int:
     return int(np.argmax(logits))
 
 
-def top_two(logits: Logits) -> tuple[int, int | None]:
-    """Greedy winner and runner-up, ids ascending among ties; no runner-up if nothing else is allowed."""
-    first = int(np.argmax(logits))
-    rest = logits.copy()
-    rest[first] = -np.inf
-    second = int(np.argmax(rest))
-    return first, second if rest[second] > -np.inf else None
+def likeliest(logits: Logits, count: int) -> list[int]:
+    """Greedy winner and those that follow, ids ascending among ties; at most `count`, and none that is banned."""
+    return _least(-logits, count)
+
+
+def _least(values: NDArray[np.floating], count: int) -> list[int]:
+    """Places of the `count` least, the first among ties; fewer if others are infinite.
+
+    `values` is overwritten. A look for each: sorting or parting all of them costs more.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        place = int(np.argmin(values))
+        if found and values[place] == np.inf:
+            break
+        found.append(place)
+        values[place] = np.inf
+    return found
 
 
 def _ordered(logits: Logits, count: int) -> NDArray[np.int64]:

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.core.law import Law, Logits, as_law, draft_law, filtered, greedy, judge, point_mass, top_two
+from forerun.core.law import Law, Logits, as_law, draft_law, filtered, greedy, judge, likeliest, point_mass
 from forerun.core.noise import Domain
 from forerun.core.params import Sampling
 from forerun.core.tree import NodeLaw
+
+OTHERS = 3
+"""Corrections that a draft names for a guess, at most."""
 
 DRAFT_TOP_K = 64
 """Tokens of a draft's law that travel with a node in rejection mode."""
@@ -35,10 +38,14 @@ class Guess:
     """A draft's opinion of one position."""
 
     first: int
-    second: int | None  # the likeliest correction; None in rejection mode, which drafts one chain
+    others: tuple[int, ...]  # the likeliest corrections, best first; none in rejection mode, which drafts one chain
     law: NodeLaw | None  # what `first` was drawn from, in rejection mode
     sure: float | None = None  # probability of `first` by the draft; None where it must not matter: it was drawn
-    share: float = 0.0  # probability of `second` among all but `first`
+    shares: tuple[float, ...] = ()  # probability of each of the others among all but those before it
+
+    @property
+    def second(self) -> int | None:
+        return self.others[0] if self.others else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +75,20 @@ class Picker:
         """What a draft proposes at `position`, with the same filters and the same noise."""
         logits = self._allowed(logits, position)
         if self.sampling.greedy:
-            first, second = top_two(logits)
-            return Guess(first, second, None, *_sureness(logits, first, second))
+            first, *others = likeliest(logits, 1 + OTHERS)
+            weights = np.exp(logits - logits[first])  # temperature 1
+            total = float(weights.sum())
+            chances = [float(weights[token]) / total for token in others]
+            sure = float(weights[first]) / total
+            return Guess(first, tuple(others), None, sure, _shares(sure, chances))
         law = filtered(logits, self.sampling)
         if not self.sampling.chain_only:
-            first, second = law.race(self.sampling.seed, position)
+            first, *others = law.finish(self.sampling.seed, position, 1 + OTHERS)
             sure = law.of(first)
-            return Guess(first, second, None, sure, _share(law.of(second), sure) if second is not None else 0.0)
+            return Guess(first, tuple(others), None, sure, _shares(sure, [law.of(token) for token in others]))
         sent = draft_law(law, DRAFT_TOP_K)
         first, _ = as_law(sent).race(self.sampling.seed, position, Domain.DRAFT)
-        return Guess(first, None, sent)
+        return Guess(first, (), sent)
 
     def law(self, logits: Logits, position: int) -> Law:
         """The distribution `pick` draws from, for tests and logprobs."""
@@ -93,14 +104,10 @@ class Picker:
         return logits
 
 
-def _sureness(logits: Logits, first: int, second: int | None) -> tuple[float, float]:
-    """Probability of the largest logit at temperature 1, and of the second among all but the first."""
-    weights = np.exp(logits - logits[first])
-    total = float(weights.sum())
-    others = total - float(weights[first])
-    share = min(1.0, float(weights[second]) / others) if second is not None and others > 0.0 else 0.0
-    return float(weights[first]) / total, share
-
-
-def _share(of: float, beside: float) -> float:
-    return min(1.0, of / (1.0 - beside)) if beside < 1.0 else 0.0
+def _shares(sure: float, chances: list[float]) -> tuple[float, ...]:
+    """Of each chance among what those before it leave."""
+    shares, left = [], 1.0 - sure
+    for chance in chances:
+        shares.append(min(1.0, chance / left) if left > 0.0 else 0.0)
+        left -= chance
+    return tuple(shares)

@@ -12,12 +12,18 @@ from hypothesis import strategies as st
 from forerun.core.acceptance import CORRECTION, DRAWN, EVEN, MEAN_DECAY, WEIGHT, Acceptance, Calibration, Mean
 
 SURENESS = st.none() | st.floats(0.0, 1.0)
+SHARES = st.lists(st.floats(0.0, 1.0), max_size=3)
 
 
 def see(acceptance: Acceptance, count: int, right: bool, sure: float | None = 0.9) -> None:
     """First guesses of this sureness, all right or all wrong; there was no runner-up."""
     for _ in range(count):
-        acceptance.observe(sure, None, 1, 1 if right else 2, None)
+        acceptance.observe(sure, (), 1, (1 if right else 2,))
+
+
+def second(acceptance: Acceptance, sure: float | None, share: float) -> float:
+    """Chance of the runner-up."""
+    return next(acceptance.others(sure, (share,)))
 
 
 # --- a draft's own guesses -----------------------------------------------------------------------------
@@ -28,7 +34,7 @@ def test_until_something_is_seen_a_guess_is_worth_what_drafts_usually_are(sure: 
     acceptance = Acceptance()
     assert acceptance.first(sure) == pytest.approx(EVEN[0] + EVEN[1] * sure)
     wrong = 1.0 - acceptance.first(sure)
-    assert acceptance.second(sure, 0.3) == pytest.approx(wrong * (CORRECTION[0] + CORRECTION[1] * 0.3))
+    assert second(acceptance, sure, 0.3) == pytest.approx(wrong * (CORRECTION[0] + CORRECTION[1] * 0.3))
     assert acceptance.first(None) == DRAWN
 
 
@@ -52,31 +58,31 @@ def test_guesses_of_like_sureness_are_judged_together(seen: float | None, other:
 def test_the_runner_up_has_a_share_of_what_the_first_leaves() -> None:
     acceptance = Acceptance()
     for _ in range(300):
-        acceptance.observe(0.6, 0.9, 2, 1, 2)  # always the runner-up
+        acceptance.observe(0.6, (0.9,), 2, (1, 2))  # always the runner-up
     assert acceptance.first(0.6) < 0.05
-    assert acceptance.second(0.6, 0.9) > 0.9
+    assert second(acceptance, 0.6, 0.9) > 0.9
     see(acceptance, 500, True, 0.6)
-    assert acceptance.second(0.6, 0.9) < 0.1, "a first guess that is right leaves it nothing"
+    assert second(acceptance, 0.6, 0.9) < 0.1, "a first guess that is right leaves it nothing"
 
 
 def second_when_wrong(acceptance: Acceptance, share: float = 0.5) -> float:
     """Chance of the runner-up given that the first guess is wrong."""
-    return acceptance.second(0.6, share) / (1.0 - acceptance.first(0.6))
+    return second(acceptance, 0.6, share) / (1.0 - acceptance.first(0.6))
 
 
 @pytest.mark.parametrize(("share", "token", "second", "change"), [
     (0.5, 1, 2, 0),  # the first was right: nothing is said about the runner-up
     (0.5, 2, 2, 1),
     (0.5, 3, 2, -1),
-    (0.5, 3, None, 0),  # there was none
+    (None, 3, 2, 0),  # there was none
     (0.9, 3, 2, 0),  # one of another share was wrong
 ])  # fmt: skip
 def test_the_runner_up_is_judged_where_the_first_was_wrong(
-    share: float, token: int, second: int | None, change: int
+    share: float | None, token: int, second: int, change: int
 ) -> None:
     acceptance = Acceptance()
     before = second_when_wrong(acceptance)
-    acceptance.observe(0.6, share, token, 1, second)
+    acceptance.observe(0.6, () if share is None else (share,), token, (1,) if share is None else (1, second))
     assert np.sign(round(second_when_wrong(acceptance) - before, 9)) == change
 
 
@@ -85,7 +91,7 @@ def test_a_new_sequence_begins_with_what_others_saw() -> None:
     one = Acceptance(pool)
     see(one, 30, False)
     for _ in range(30):
-        one.observe(0.2, 0.5, 2, 1, 2)
+        one.observe(0.2, (0.5,), 2, (1, 2))
     heir = Acceptance(pool)
     assert heir.first(0.9) == pytest.approx(pool.first(0.9)) and pool.first(0.9) < 0.2
     assert second_when_wrong(heir) == pytest.approx(second_when_wrong(pool)) and second_when_wrong(pool) > 0.8
@@ -114,19 +120,32 @@ def test_a_bad_stretch_is_forgotten(sure: float | None) -> None:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
-    st.lists(st.tuples(SURENESS, st.floats(0.0, 1.0), st.integers(1, 3), st.none() | st.just(2)), max_size=60),
+    st.lists(st.tuples(SURENESS, SHARES, st.integers(1, 5)), max_size=60),
     SURENESS,
-    st.floats(0.0, 1.0),
+    SHARES,
 )
-def test_first_and_second_share_one_chance(
-    seen: list[tuple[float | None, float, int, int | None]], sure: float | None, share: float
+def test_all_guesses_share_one_chance(
+    seen: list[tuple[float | None, list[float], int]], sure: float | None, shares: list[float]
 ) -> None:
     acceptance = Acceptance(Acceptance())
-    for was_sure, had, token, second in seen:
-        acceptance.observe(was_sure, had, token, 1, second)
-    first, second_chance = acceptance.first(sure), acceptance.second(sure, share)
-    assert 0.0 < first < 1.0 and 0.0 < second_chance < 1.0
-    assert first + second_chance < 1.0
+    for was_sure, had, token in seen:
+        acceptance.observe(was_sure, had, token, range(1, 2 + len(had)))
+    chances = [acceptance.first(sure), *acceptance.others(sure, shares)]
+    assert len(chances) == 1 + len(shares)
+    assert all(0.0 < chance < 1.0 for chance in chances)
+    assert sum(chances) < 1.0
+
+
+def test_each_rank_is_judged_where_all_before_it_were_wrong() -> None:
+    """The third guess is always the one, whatever the draft thinks of it."""
+    acceptance = Acceptance()
+    for _ in range(300):
+        acceptance.observe(0.6, (0.5, 0.5, 0.5), 3, (1, 2, 3, 4))
+    chances = list(acceptance.others(0.6, (0.5, 0.5, 0.5)))
+    assert chances[1] > 0.8 > 0.2 > chances[0] + chances[2]
+    for _ in range(300):
+        acceptance.observe(0.6, (0.5, 0.5, 0.5), 9, (1, 2, 3, 4))
+    assert sum(acceptance.others(0.6, (0.5, 0.5, 0.5))) < 0.2, "and then none of them is"
 
 
 def test_a_mean_begins_with_a_guess_and_follows_what_is_seen() -> None:

@@ -163,7 +163,7 @@ class Loop:
 
     def draft_guess(self, picker: Picker, last: tuple[int, int], position: int) -> Guess:
         if self.draft is None:
-            return Guess(LOOKED_UP[last], None, None)
+            return Guess(LOOKED_UP[last], (), None)
         return picker.guess(self.draft[last], position)
 
     def score(self, guess: Guess) -> float:
@@ -431,7 +431,7 @@ def test_a_drawn_token_without_its_law_is_still_exact(memo: None) -> None:
 
     class Forgetful(Loop):
         def draft_guess(self, picker: Picker, last: tuple[int, int], position: int) -> Guess:
-            return Guess(super().draft_guess(picker, last, position).first, None, None)
+            return Guess(super().draft_guess(picker, last, position).first, (), None)
 
     case = _case(REJECTION, 1.0, "none", "equal", 2)
     loop = Forgetful(case)
@@ -740,7 +740,7 @@ class LikeliestWithItsLaw(Loop):
     def draft_guess(self, picker: Picker, last: tuple[int, int], position: int) -> Guess:
         guess = super().draft_guess(picker, last, position)
         assert guess.law is not None
-        return Guess(guess.law.tokens[0], None, guess.law)
+        return Guess(guess.law.tokens[0], (), guess.law)
 
 
 class NoRollback(Loop):

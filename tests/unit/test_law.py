@@ -20,9 +20,9 @@ from forerun.core.law import (
     filtered,
     greedy,
     judge,
+    likeliest,
     point_mass,
     residual,
-    top_two,
 )
 from forerun.core.noise import Domain, exponentials, uniform
 from forerun.core.params import Sampling
@@ -176,9 +176,8 @@ def test_order_is_logit_then_id(logits: list[float], count: int) -> None:
 def test_greedy_and_runner_up_follow_the_one_order(logits: list[float]) -> None:
     order = sorted((t for t in range(len(logits)) if logits[t] > -np.inf), key=lambda t: (-logits[t], t))
     assert greedy(row(*logits)) == order[0]
-    first, second = top_two(row(*logits))
-    assert first == order[0]
-    assert second == (order[1] if len(order) > 1 else None)  # a banned token is nobody's second choice
+    for count in range(1, 6):
+        assert likeliest(row(*logits), count) == order[:count]  # a banned token is nobody's second choice
 
 
 # --- races ---------------------------------------------------------------------------------------------
@@ -194,6 +193,7 @@ def test_a_race_is_the_argmin_of_time(logits: list[float], sampling: Sampling, s
     assert first == order[0]
     assert second == (order[1] if len(order) > 1 else None)
     assert law.race(seed, position) == (first, second)  # nothing was kept
+    assert [law.finish(seed, position, count) for count in range(1, 6)] == [order[:count] for count in range(1, 6)]
 
 
 @often

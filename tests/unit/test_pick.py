@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from forerun.core.law import as_law, filtered, judge, point_mass
 from forerun.core.noise import Domain
 from forerun.core.params import GREEDY_BELOW, Sampling, Verification
-from forerun.core.pick import DRAFT_TOP_K, Guess, Picker, Proposal
+from forerun.core.pick import DRAFT_TOP_K, OTHERS, Guess, Picker, Proposal
 from forerun.core.tree import NodeLaw
 
 often = settings(max_examples=200, deadline=None, derandomize=True)
@@ -36,7 +36,7 @@ def test_greedy_is_argmax_whatever_else_is_asked(verification: Verification, tem
         picker = Picker(replace(sampling, seed=seed), 5)
         assert picker.pick(ROW, 3, Proposal(4, None)) == 1  # 1 and 3 tie: the lower id
         guess = picker.guess(ROW, 3)
-        assert (guess.first, guess.second, guess.law) == (1, 3, None)
+        assert (guess.first, guess.others, guess.law) == (1, (3, 2, 0), None)
 
 
 def test_temperatures_from_the_limit_on_are_sampled() -> None:
@@ -119,7 +119,7 @@ def test_end_tokens_wait_for_their_position(sampling: Sampling) -> None:
     after = [Picker(replace(sampling, seed=seed), 4, ends=(2,), ends_from=8).pick(likely, 8) for seed in range(100)]
     assert 2 in after
     guesses = [Picker(replace(sampling, seed=seed), 4, ends=(2,), ends_from=8).guess(likely, 7) for seed in range(100)]
-    assert all(2 not in (guess.first, guess.second) for guess in guesses)
+    assert all(2 not in (guess.first, *guess.others) for guess in guesses)
     assert likely.tolist() == [0.0, 1.0, 9.0, 0.5]
 
 
@@ -145,8 +145,8 @@ def test_one_token_left_has_no_runner_up() -> None:
     only = row(-1.0, 2.0)
     for sampling in (GREEDY, Sampling()):
         guess = Picker(sampling, 2, ends=(0,), ends_from=8).guess(only, 7)
-        assert guess == Guess(1, None, None, sure=1.0)
-        assert Picker(sampling, 1).guess(only, 7) == Guess(0, None, None, sure=1.0)
+        assert guess == Guess(1, (), None, sure=1.0)
+        assert Picker(sampling, 1).guess(only, 7) == Guess(0, (), None, sure=1.0)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, replace(GREEDY, top_k=1), replace(REJECTION, temperature=0.0)])
@@ -155,8 +155,8 @@ def test_how_sure_a_greedy_draft_is_is_asked_at_temperature_1(sampling: Sampling
     logits = row(*np.log([0.2, 0.5, 0.3]), 9.0, 9.0)
     for picker in (Picker(sampling, 3), Picker(sampling, 4, ends=(3,), ends_from=8)):
         guess = picker.guess(logits, 7)
-        assert (guess.first, guess.second, guess.law) == (1, 2, None)
-        assert guess.sure == pytest.approx(0.5) and guess.share == pytest.approx(0.6)
+        assert (guess.first, guess.others, guess.law) == (1, (2, 0), None)
+        assert guess.sure == pytest.approx(0.5) and guess.shares == pytest.approx((0.6, 1.0))
 
 
 @often
@@ -166,22 +166,27 @@ def test_how_sure_a_coupled_draft_is_is_the_chance_of_its_draw(seed: int, sampli
     guess = Picker(replace(sampling, seed=seed), 5).guess(ROW, 3)
     law = filtered(ROW, sampling)
     assert guess.second is not None
+    assert [guess.first, *guess.others] == law.finish(seed, 3, 1 + OTHERS)
     assert guess.sure == law.of(guess.first)
-    assert guess.share == pytest.approx(law.of(guess.second) / (1.0 - law.of(guess.first)))
+    left = 1.0 - guess.sure
+    for token, share in zip(guess.others, guess.shares, strict=True):
+        assert share == pytest.approx(law.of(token) / left)
+        left -= law.of(token)
 
 
 def test_how_sure_a_rejection_draft_is_is_not_told() -> None:
     """It would say which token was drawn."""
     for seed in range(50):
         guess = Picker(replace(REJECTION, seed=seed), 5).guess(ROW, 3)
-        assert (guess.sure, guess.share) == (None, 0.0)
+        assert (guess.sure, guess.others, guess.shares) == (None, (), ())
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling()])
 def test_shares_are_chances_however_sure_a_draft_is(sampling: Sampling) -> None:
     for gap in np.arange(0.0, 120.0, 0.05):
         guess = Picker(sampling, 3).guess(row(0.0, -gap, -gap - 3.0), 3)
-        assert guess.sure is not None and 0.0 < guess.sure <= 1.0 and 0.0 <= guess.share <= 1.0
+        assert guess.sure is not None and 0.0 < guess.sure <= 1.0
+        assert len(guess.shares) == len(guess.others) and all(0.0 <= share <= 1.0 for share in guess.shares)
 
 
 @pytest.mark.parametrize("verification", [Verification.COUPLED, Verification.REJECTION])
