@@ -8,6 +8,7 @@ come in as values, events leave through `emit`, time is passed in.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -181,14 +182,19 @@ class TargetEngine:
             outlook = sequence.outlook(now)
             if outlook is not None:
                 outlooks.append(outlook)
-        until, latest = worth_until(now, outlooks, self._rate), self._ended + LONGEST * self._pass_s
+        until, latest = worth_until(now, outlooks, self._rate), self._held_until()
         return None if until is None or now >= latest else min(until, latest)
 
     def held_in_vain(self) -> None:
-        """Patience ran out: do not wait again for these until a hint arrives."""
+        """Patience ran out, or the share of a pass did: do not wait again for these until a hint arrives."""
         now = self._clock()
+        spent = now >= self._held_until()
         for sequence in self.lineup.running:
-            sequence.patience.expire(now)
+            sequence.patience.expire(math.inf if spent else now)
+
+    def _held_until(self) -> float:
+        """When the next pass begins, whatever comes."""
+        return 0.0 if self._ended is None else self._ended + LONGEST * self._pass_s
 
     def step(self) -> bool:
         """One pass: plan, forward, pick, walk, commit. False if there was nothing to do."""

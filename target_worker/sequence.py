@@ -234,6 +234,8 @@ class TargetSequence:
         self.telling.hinted(serves_open, merged, now, merged and self.text.led(hint))
         if landing in (Landing.MERGED, Landing.KNOWN):
             self.patience.hinted(hint.base_len, now)
+        if landing is Landing.KNOWN and hint.base_len < self.text.committed_len:
+            self.worth.came_late()
         self.hinted = True
         return landing
 
@@ -246,10 +248,7 @@ class TargetSequence:
         self.kv.commit(self.text.tokens, run.start + len(run.tokens), judged=len(rows) > 0)
 
     def doubts(self, rows: Mapping[int, Row]) -> bool:
-        """Whether its root's row is no number, and a guess may be why, in the root's page.
-
-        Then what the pass computed is given up, to be computed again without guesses.
-        """
+        """Its root's row is no number, maybe for a guess in its page: the pass is given up, and done again without."""
         if len(rows) == 1 or _finite(rows[ROOT]):
             return False
         self.unlay(poisoned=True)

@@ -89,8 +89,8 @@ class Patience:
         return outlook if now < outlook.given_up else None
 
     def expire(self, now: float) -> None:
-        """If the hint that was waited for is overdue: not again until one arrives."""
-        self._expired |= now >= self._given_up
+        """If the hint that was waited for is overdue: not again until one arrives. `now` may be infinite: it is."""
+        self._expired |= self._given_up < math.inf and now >= self._given_up
 
 
 def worth_until(now: float, outlooks: Sequence[Outlook], rate: float) -> float | None:

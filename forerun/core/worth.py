@@ -68,6 +68,11 @@ class HintWorth:
             if self._left <= 0:
                 self._rest()
 
+    def came_late(self) -> None:
+        """A guess was right, and too late to be checked: of one who may guess no deeper than a probe all are."""
+        if self._asked is not None:
+            self._raise(1)
+
     def _rest(self) -> None:
         self._asked, self._left = 0, REST
 

@@ -150,10 +150,10 @@ class EngineThread:
         deadline = self._engine.hold_until()
         while deadline is not None:
             left = deadline - time.monotonic()
-            if left <= 0:
-                self._engine.held_in_vain()
-            elif not self._drain(left):
+            if left > 0 and not self._drain(left):
                 return False
+            if time.monotonic() >= deadline:
+                self._engine.held_in_vain()
             deadline = self._engine.hold_until()
         return True
 

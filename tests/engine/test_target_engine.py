@@ -677,6 +677,31 @@ def test_waiting_has_an_end_whatever_comes(folder: str) -> None:
     assert waited > 0
 
 
+def test_a_draft_that_is_not_heard_is_waited_for_once(folder: str) -> None:
+    """Also if the share of a pass that may be waited is over before its hint is overdue."""
+    (prompt,) = prompts(1, 20)
+    ((right, _),) = alone(folder, "float32", [prompt])
+    now = [0.0]
+    told = Told(Timed(model_of(folder), now), clock=lambda: now[0])
+    seq = told.start(prompt, sources=(Source.MODEL,), max_draft_tokens=16)
+    known = list(prompt)
+    for token in right[:4]:
+        told.engine.step()
+        known.append(token)
+        now[0] += 0.5  # half a pass until it is heard, as long again until it would be overdue
+        told.engine.handle("link", Hinted(seq, hint_of(known, [[(0, 0.9)]])))
+    waited = []
+    for _ in range(4):
+        told.engine.step()
+        began = now[0]
+        while (until := told.engine.hold_until()) is not None:
+            now[0] = until
+            told.engine.held_in_vain()
+        waited.append(now[0] - began)
+    assert waited[0] > 0.5
+    assert waited[1:] == [0.0, 0.0, 0.0]
+
+
 class Timed:
     """A pass of another model takes a second."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -104,6 +105,23 @@ class FakeEngine:
         return bool(self._left)
 
 
+class Patient(FakeEngine):
+    """Passes may be held back for a moment, until one was in vain."""
+
+    vain = 0
+    _until: float | None = None
+
+    def hold_until(self) -> float | None:
+        if not self._left or self.vain:
+            return None
+        if self._until is None:
+            self._until = time.monotonic() + 0.005
+        return self._until if time.monotonic() < self._until else None
+
+    def held_in_vain(self) -> None:
+        self.vain += 1
+
+
 @asynccontextmanager
 async def attached(
     heartbeat_ms: int = 1000, kind: type[FakeEngine] = FakeEngine, **engine: Any
@@ -130,6 +148,17 @@ def start(name: str) -> attach_pb2.CoordinatorFrame:
     params = target_pb2.TargetParams(sampling=sampling, max_tokens=10)
     message = target_pb2.Start(seq=common_pb2.Seq(request_id=name), prompt_len=1, tokens=[1], params=params)
     return attach_pb2.CoordinatorFrame(target=[target_pb2.TargetCommand(start=message)])
+
+
+async def test_the_engine_hears_that_it_waited_in_vain() -> None:
+    """Also if the wait is over when it is asked again: else every pass would wait for a draft that is gone."""
+    async with attached(kind=Patient, tokens=3) as (coordinator, engine, _):
+        coordinator.commands.put_nowait(start("a"))
+        told = 0
+        while told < 3:
+            told += len((await coordinator.next("target")).emit.tokens)
+        assert isinstance(engine, Patient)
+        assert engine.vain == 1
 
 
 async def test_events_and_heartbeats_share_one_writer() -> None:

@@ -116,6 +116,16 @@ def test_one_expiry_ends_waiting_until_a_hint_arrives() -> None:
     assert missed(patience) is not None
 
 
+def test_who_is_waited_for_at_the_end_of_all_waiting_is_overdue() -> None:
+    patience = after(LAG_S)
+    assert missed(patience) is not None
+    patience.expire(math.inf)
+    assert missed(patience) is None
+    patience.hinted(0, AT)
+    patience.expire(math.inf)  # its hint came, and nobody has waited for another one
+    assert missed(patience) is not None
+
+
 def test_lag_counts_from_the_last_emit_that_the_draft_knew_of() -> None:
     def due(base_len: int) -> float:
         patience = Patience()

@@ -146,6 +146,20 @@ def test_a_right_hint_that_comes_late_ends_the_rest() -> None:
     assert worth.want(MOST) > PROBE
 
 
+def test_a_probe_that_comes_true_a_pass_late_brings_it_back() -> None:
+    """What may guess no deeper than the next token is always late; asked for more it is ahead."""
+    worth, _ = given_up()
+    asked = []
+    while not worth.pays:
+        asked.append(worth.want(MOST))
+        worth.passed(0, 1, 0)
+        if asked[-1]:
+            worth.came_late()
+    assert asked == [0] * asked.count(0) + [PROBE, 2 * PROBE, 4 * PROBE]
+    worth.came_late()
+    assert worth.pays and worth.want(MOST) == MOST
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 9)), max_size=80), st.integers(0, 60))
 def test_nothing_is_final(passes: list[tuple[int, int, int]], most: int) -> None:
