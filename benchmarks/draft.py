@@ -1,7 +1,7 @@
 """What a draft brings, beside what the overlap model in core/formulas.py allows at the figures measured here.
 
     forerun bench --prompts P --every 4 --max-tokens 96 --ignore-eos --draft distilled --sources distilled \\
-        --threads 1 --target-cores 0 --draft-cores 1 --compare transformers --json RUN.json
+        --threads 1 --target-cores 0 --draft-cores 1 --compare assisted --json RUN.json
     python benchmarks/draft.py RUN.json [--json OUT.json]
 
 Acceptance and runner-ups are asked of the answers of RUN.json, token by token; costs are measured now, on the cores of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -57,6 +57,7 @@ class Compare(StrEnum):
     """What --compare takes."""
 
     TRANSFORMERS = "transformers"
+    ASSISTED = "assisted"
 
 
 class Dtype(StrEnum):
@@ -95,7 +96,8 @@ def bench(
     compare: Annotated[
         Compare | None,
         typer.Option(
-            help="Also the usual library in this process: plain, with prompt lookup and the same draft, or in batches."
+            help="Also the usual library in this process: plain, with prompt lookup and the same draft, or in batches;"
+            " assisted: with the same draft alone."
         ),
     ] = None,
     check_exact: Annotated[
@@ -213,7 +215,11 @@ def bench(
             names = _scenarios(scenarios)
             losses = (fail_every, fail_rounds)
             return await run_scenarios(services, ScenarioPlan(names, asked, decoding, company, scarce, *losses))
-        comparison = None if compare is None else throughput.Comparison(model, dtype.value, *_given(services, threads))
+        comparison = None if compare is None else _comparison(services, model, dtype, threads)
+        if compare is Compare.ASSISTED:
+            if streams not in (None, 1) or comparison is None or comparison.draft is None:
+                raise InvalidRequest("--compare assisted is for one stream and services of our own with a draft model")
+            comparison = replace(comparison, assisted_alone=True)
         plan = throughput.Plan(asked, decoding, streams or 1, single, check_exact, comparison)
         return await throughput.run(services, plan)
 
@@ -238,12 +244,13 @@ def _read(path: Path | None) -> list[measure.Prompt]:
         raise InvalidRequest(f"--prompts {path}: {error}") from error
 
 
-def _given(services: Services, threads: int | None) -> tuple[int, str | None]:
-    """What the usual library gets to compare with: threads, and the draft's folder if the services have one."""
+def _comparison(services: Services, model: str | None, dtype: Dtype, threads: int | None) -> throughput.Comparison:
+    """With the threads and the draft that our services have."""
     options = services.options
     cores = {*options.target_cores, *options.draft_cores}
     given = len(cores) if cores else threads or len(os.sched_getaffinity(0))
-    return given, None if services.addr is not None else draft_folder(options)
+    draft = None if services.addr is not None else draft_folder(options)
+    return throughput.Comparison(model, dtype.value, given, draft)
 
 
 def _scenarios(text: str) -> list[str]:

@@ -26,6 +26,14 @@ class Comparison:
     dtype: str
     threads: int
     draft: str | None = None  # folder of the draft that guesses for the service: then it guesses for the library too
+    assisted_alone: bool = False
+
+    @property
+    def aids(self) -> list[Aid]:
+        """One stream at a time."""
+        if self.assisted_alone:
+            return [Aid.DRAFT]
+        return [aid for aid in Aid if self.draft is not None or aid is not Aid.DRAFT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,7 @@ async def execute(client: Client, info: generation_pb2.GetModelInfoResponse, pla
         if (compare := plan.compare) is not None:
             model = compare.model or info.model
             await reference.load(model, compare.dtype, compare.threads, info.eos_token_ids, compare.draft)
-            runs += _compared(reference, plan.streams, compare.draft is not None)
+            runs += _compared(reference, plan.streams, compare.aids)
         with report.progress("warm-up", len(runs) * len(plan.asked.prompts)) as told:
             await warm_up(runs, plan.decoding.max_tokens)
             records = await interleave(runs, plan.asked.prompts, plan.streams, plan.decoding.max_tokens, told)
@@ -107,8 +115,8 @@ async def execute(client: Client, info: generation_pb2.GetModelInfoResponse, pla
     return Outcome(info, records, plan)
 
 
-def _compared(reference: Reference, streams: int, assisted: bool) -> list[Run]:
+def _compared(reference: Reference, streams: int, aids: Sequence[Aid]) -> list[Run]:
     """With one stream, one prompt at a time; with several, as many in a batch."""
     if streams > 1:
         return [BatchedReferenceRun("transformers-batched", reference)]
-    return [ReferenceRun(reference, aid) for aid in Aid if assisted or aid is not Aid.DRAFT]
+    return [ReferenceRun(reference, aid) for aid in aids]

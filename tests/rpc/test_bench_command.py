@@ -334,6 +334,13 @@ async def test_the_reference_counts_tokens_and_passes(tiny_model: str) -> None:
     assert plain.timeline.ttft == 2.0, "sent, prompt, first token"
 
 
+def test_assisted_generation_needs_a_draft_model(addr: str, prompts: str) -> None:
+    for options in (("--addr", addr), ("--target", "sim:", "--draft", "model"), ("--streams", "2")):
+        result = run("--prompts", prompts, "--compare", "assisted", *options)
+        assert result.exit_code == 1
+        assert "--compare assisted is for one stream" in result.stderr
+
+
 def test_compare_transformers_adds_two_runs(addr: str, prompts: str, tmp_path: Path, tiny_model: str) -> None:
     out = tmp_path / "out.json"
     compare = ("--compare", "transformers", "--model", tiny_model, "--dtype", "float32", "--threads", "1")
