@@ -4,8 +4,13 @@
         --threads 1 --target-cores 0 --draft-cores 1 --compare assisted --json RUN.json
     python benchmarks/draft.py RUN.json [--json OUT.json]
 
-Acceptance and runner-ups are asked of the answers of RUN.json, token by token; costs are measured now, on the cores of
-the run, each side alone and beside the other.
+Acceptance and corrections are asked of the answers of RUN.json, token by token up to their end; costs are measured now,
+on the cores of the run, each side alone and beside the other.
+
+The model is that of a chain with branches at its corrections: one acceptance for all tokens, and a partner that never
+rests. Trees may do better (--chains leaves them out), text that is easy in stretches too; passes of a service, which
+pick, walk and speak gRPC beside computing, do worse. A correction counts as prepared if the draft named it, grown or
+not.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from forerun.core.pick import Picker
 from forerun.runtime.distill.draft import is_draft
 from forerun.runtime.distill.student import load_student
 from forerun.runtime.distill.wide import WIDE, step
-from forerun.runtime.models import load_causal_lm, resolve
+from forerun.runtime.models import load_causal_lm, resolve, revision
 from forerun.runtime.passes import Run
 from forerun.runtime.serving import LoadOptions, load
 from forerun.text import TextModel
@@ -56,14 +61,19 @@ class Agreement:
     positions: int = 0
     right: int = 0
     second: int = 0  # of the others, those where the runner-up was right
+    named: int = 0  # of the others, those where some correction was
 
     @property
     def acceptance(self) -> float:
         return self.right / max(1, self.positions)
 
     @property
-    def siblings(self) -> float:
+    def runner_up(self) -> float:
         return self.second / max(1, self.positions - self.right)
+
+    @property
+    def siblings(self) -> float:
+        return self.named / max(1, self.positions - self.right)
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,8 @@ def agreements(run: dict[str, Any], target: str, draft: str) -> dict[str, Agreem
     for answer in track(run["answers"], "asking the draft"):
         prompt = by_id[answer["question_id"]]
         ids, said = _ids(text, prompt), answer["token_ids"]
+        over = next((at + 1 for at, token in enumerate(said) if token in text.eos_token_ids), len(said))
+        said = said[:over]  # what follows an end is no answer
         picker = Picker(Sampling(settings["temperature"], seed=settings["seed"] + prompt.index), text.vocab_size)
         with torch.inference_mode():
             logits = step(student, torch.tensor([[*ids, *said[:-1]]]))[0, len(ids) - 1 :].float().numpy()
@@ -100,7 +112,8 @@ def agreements(run: dict[str, Any], target: str, draft: str) -> dict[str, Agreem
             guess = picker.guess(row, len(ids) + at)
             seen.positions += 1
             seen.right += guess.first == token
-            seen.second += guess.first != token and guess.second == token
+            seen.second += guess.second == token
+            seen.named += token in guess.others
     return found
 
 
@@ -117,6 +130,7 @@ def costs(target: LoadOptions, draft: LoadOptions, cores: tuple[list[int], list[
     for options, pinned in zip((target, draft), cores, strict=True):
         ours, theirs = context.Pipe()
         context.Process(target=_side, args=(theirs, options, options is draft, pinned), daemon=True).start()
+        theirs.close()  # so that the end of a side that fails is seen
         ours.recv()  # it is ready
         ends.append(ours)
     verifying, drafting = ends
@@ -170,13 +184,18 @@ def main(path: Path, out: Path | None) -> None:
     target, draft = resolve(options.target), draft_folder(options)
     if draft is None:
         raise SystemExit(f"{path} is of hints without weights of their own: {services['draft']}")
+    if (made := run["settings"]["draft_revision"]) != revision(draft):
+        raise SystemExit(f"{path} is of a draft of revision {made}, and {draft} is of {revision(draft)} now")
+    if not services["threads"]:
+        raise SystemExit(f"{path} does not say how many threads the target had; run the benchmark with --threads")
     run["settings"]["dtype"] = services["dtype"]
     seen = agreements(run, target, draft)
     pinned = services["target_cores"], services["draft_cores"]
-    threads = services["threads"] or 1
     made_for = target if is_draft(draft) else None
     took = costs(
-        LoadOptions(target, services["dtype"], threads), LoadOptions(draft, services["dtype"], target=made_for), pinned
+        LoadOptions(target, services["dtype"], services["threads"]),
+        LoadOptions(draft, services["dtype"], target=made_for),
+        pinned,
     )
     runs = {each["name"]: each for each in run["runs"]}
     speculative = next(each for name, each in runs.items() if name != "plain" and not name.startswith("transformers"))
@@ -186,6 +205,7 @@ def main(path: Path, out: Path | None) -> None:
         rows.append(_row(category, agreement, took, runs, speculative))
     figures = {
         "acceptance": whole.acceptance,
+        "runner_up": whole.runner_up,
         "siblings": whole.siblings,
         "costs_ms": asdict(took),
         "cost": took.step_alone / took.passes_alone[0],
@@ -214,11 +234,12 @@ def _row(
         "category": category,
         "positions": agreement.positions,
         "acceptance": a,
+        "runner_up": agreement.runner_up,
         "siblings": h,
         "lookahead": best,
         "model": possible,
         "speedup": mine["decode_ratio_to_plain"],
-        "of_model": mine["decode_ratio_to_plain"] / possible,
+        "of_model": mine["decode_ratio_to_plain"] and mine["decode_ratio_to_plain"] / possible,
         "of_assisted": assisted and mine["decode_tokens_per_s"] / assisted["decode_tokens_per_s"],
     }
 
@@ -232,10 +253,10 @@ def _mean(values: list[float | None]) -> float | None:
 def _show(rows: list[dict[str, Any]], figures: dict[str, Any]) -> None:
     took = figures["costs_ms"]
     table = Table(title="decoding, times plain", box=None)
-    headings = ("category", "accepted", "runner-up", "model", "measured", "of model", "of assisted")
+    headings = ("category", "accepted", "runner-up", "named", "model", "measured", "of model", "of assisted")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "category" else "right")
-    names = ("acceptance", "siblings", "model", "speedup", "of_model", "of_assisted")
+    names = ("acceptance", "runner_up", "siblings", "model", "speedup", "of_model", "of_assisted")
     for row in [*rows, {"category": "geometric mean", **figures}]:
         table.add_row(row["category"], *("-" if row[name] is None else f"{row[name]:.2f}" for name in names))
     console = Console(width=110)

@@ -212,6 +212,8 @@ class DraftSequence:
         """The runners-up below `row` that are likely enough to be grown; until then nobody needs them."""
         guess, tree = self._guesses[row], self.text.tree
         reach = tree.reach(row)
+        if reach < FAINT:
+            return
         for token, score in zip(guess.others, self.acceptance.others(guess.sure, guess.shares), strict=True):
             if reach * score >= FAINT and tree.child(row, token) is None:
                 self._offer(row, token, score)

@@ -182,19 +182,19 @@ class TargetEngine:
             outlook = sequence.outlook(now)
             if outlook is not None:
                 outlooks.append(outlook)
-        until, latest = worth_until(now, outlooks, self._rate), self._held_until()
+        until, latest = worth_until(now, outlooks, self._rate), self._held_until(self._ended)
         return None if until is None or now >= latest else min(until, latest)
 
     def held_in_vain(self) -> None:
         """Patience ran out, or the share of a pass did: do not wait again for these until a hint arrives."""
         now = self._clock()
-        spent = now >= self._held_until()
+        spent = self._ended is not None and now >= self._held_until(self._ended)
         for sequence in self.lineup.running:
             sequence.patience.expire(math.inf if spent else now)
 
-    def _held_until(self) -> float:
-        """When the next pass begins, whatever comes."""
-        return 0.0 if self._ended is None else self._ended + LONGEST * self._pass_s
+    def _held_until(self, ended: float) -> float:
+        """When the pass after the one that ended then begins, whatever comes."""
+        return ended + LONGEST * self._pass_s
 
     def step(self) -> bool:
         """One pass: plan, forward, pick, walk, commit. False if there was nothing to do."""

@@ -234,8 +234,6 @@ class TargetSequence:
         self.telling.hinted(serves_open, merged, now, merged and self.text.led(hint))
         if landing in (Landing.MERGED, Landing.KNOWN):
             self.patience.hinted(hint.base_len, now)
-        if landing is Landing.KNOWN and hint.base_len < self.text.committed_len:
-            self.worth.came_late()
         self.hinted = True
         return landing
 

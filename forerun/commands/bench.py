@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,7 +33,8 @@ from forerun.commands.report import Measured
 from forerun.commands.runs import Asked, Decoding
 from forerun.commands.scenarios import BATCH, ScenarioPlan, run_scenarios
 from forerun.core.errors import InvalidRequest
-from forerun.up import UpOptions, draft_folder, source_names
+from forerun.runtime.models import resolve, revision
+from forerun.up import UpOptions, default_sources, draft_folder, source_names
 
 OF_OWN_SERVICES = {"target", "draft", "layers", "lookahead", "chains", "max_sequences", "kv_memory", "tp"}
 OF_OWN_SERVICES |= {"target_cores", "draft_cores"}
@@ -178,7 +179,7 @@ def bench(
             raise InvalidRequest("--dtype float16 is for --compare with --addr; our services take bfloat16 and float32")
         options = UpOptions(
             target,
-            source_names(draft),
+            source_names(draft) or (default_sources(resolve(target)) if addr is None else ()),
             port=0,
             dtype=dtype.value,
             lookahead=lookahead,
@@ -194,8 +195,7 @@ def bench(
         services = Services(options, addr)
         measured = await measuring(services)
         if json_out is not None:
-            source = {"addr": addr} if addr else {"addr": None, "services": {**asdict(options), "port": None}}
-            measured.write(json_out, source)
+            measured.write(json_out, {"addr": addr} if addr else _as_json(options))
         return measured.passed
 
     async def measuring(services: Services) -> Measured:
@@ -205,7 +205,8 @@ def bench(
         if interfere:
             arrivals = InterferePlan(streams or 4, prompt_tokens or 4000, rounds=rounds or 3, seed=seed)
             return await bench_interfere.run(services, arrivals)
-        asked = Asked(str(prompts), skip, _read(prompts)[skip::every][:limit], measure.parse_sources(sources or []))
+        chosen = _read(prompts)[skip::every][:limit]
+        asked = Asked(str(prompts), skip, every, chosen, measure.parse_sources(sources or []))
         decoding = Decoding(max_tokens, temperature, seed, ignore_eos)
         if not asked.prompts:
             raise InvalidRequest(f"--skip {skip} leaves none of the prompts in {prompts}")
@@ -215,9 +216,9 @@ def bench(
             names = _scenarios(scenarios)
             losses = (fail_every, fail_rounds)
             return await run_scenarios(services, ScenarioPlan(names, asked, decoding, company, scarce, *losses))
-        comparison = None if compare is None else _comparison(services, model, dtype, threads)
+        comparison = None if compare is None else _comparison(services, model, dtype, threads, streams or 1)
         if compare is Compare.ASSISTED:
-            if streams not in (None, 1) or comparison is None or comparison.draft is None:
+            if comparison is None or comparison.draft is None:
                 raise InvalidRequest("--compare assisted is for one stream and services of our own with a draft model")
             comparison = replace(comparison, assisted_alone=True)
         plan = throughput.Plan(asked, decoding, streams or 1, single, check_exact, comparison)
@@ -244,12 +245,22 @@ def _read(path: Path | None) -> list[measure.Prompt]:
         raise InvalidRequest(f"--prompts {path}: {error}") from error
 
 
-def _comparison(services: Services, model: str | None, dtype: Dtype, threads: int | None) -> throughput.Comparison:
+def _as_json(options: UpOptions) -> dict[str, Any]:
+    """Services of our own, and which draft they had."""
+    draft = draft_folder(options)
+    made = None if draft is None else revision(draft)
+    return {"addr": None, "services": {**asdict(options), "port": None}, "draft_revision": made}
+
+
+def _comparison(
+    services: Services, model: str | None, dtype: Dtype, threads: int | None, streams: int
+) -> throughput.Comparison:
     """With the threads and the draft that our services have."""
     options = services.options
     cores = {*options.target_cores, *options.draft_cores}
     given = len(cores) if cores else threads or len(os.sched_getaffinity(0))
-    draft = None if services.addr is not None else draft_folder(options)
+    ours = services.addr is None and model is None
+    draft = draft_folder(options) if ours and streams == 1 else None
     return throughput.Comparison(model, dtype.value, given, draft)
 
 

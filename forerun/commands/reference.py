@@ -111,15 +111,13 @@ class Reference:
         torch.set_num_threads(threads)  # holds for the calling thread only
         try:
             self._model = library.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-            if draft is not None:
-                self._draft = _whole_draft(draft, folder, dtype)
-        except ModelRefused:
-            raise
         except Exception as error:  # the library raises its own, the hub's and OS errors
             raise ModelRefused(
                 f"--compare transformers cannot load {model!r}; name its folder with --model: {error}"
             ) from error
         self._model.eval()
+        if draft is not None:
+            self._draft = _whole_draft(draft, folder, dtype)
         # The model's own sampling defaults (top_k 50 and the like) are not the service's.
         self._ends = [] if self._decoding.ignore_eos else list(eos_token_ids)
         for each in filter(None, (self._model, self._draft)):

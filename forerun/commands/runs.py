@@ -42,11 +42,13 @@ class Asked:
 
     file: str
     skip: int  # of the file's prompts, those before these
+    every: int  # one of so many of the others
     prompts: Sequence[Prompt]
     sources: Mapping[str, Sequence[str]]  # by run; none named: all attached
 
     def as_json(self) -> dict[str, Any]:
-        return {"prompts": self.file, "skip": self.skip, "prompt_count": len(self.prompts), "sources": self.sources}
+        which = {"prompts": self.file, "skip": self.skip, "every": self.every, "prompt_count": len(self.prompts)}
+        return {**which, "sources": self.sources}
 
 
 class Run(Protocol):

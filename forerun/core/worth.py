@@ -2,7 +2,7 @@
 the target all the same.
 
 While it pays it is asked for all it may hold. While it does not it rests, and every few passes is asked for
-a node or two: the probe costs it a step, and one that comes true raises what it is asked for at once.
+a few nodes: one that comes true brings it back.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ START, MOST = 0.4, 1.0
 REST = 6
 """Passes without drafting between two probes."""
 
-PROBE = 2
-"""Nodes of a probe: the first guess and its runner-up, one step of a draft."""
+PROBE = 12
+"""Nodes of a probe, some steps of a draft: a hint comes a pass late, or two over a slow network, and what it says must
+reach beyond those. A draft that knows itself to be useless stops after one step of them."""
 
 SILENT, WRONG = 1, 2
 """What a pass of a probe costs of its credit: nothing came to be checked (hints arrive a pass late, or more), or
@@ -28,7 +29,7 @@ all that came was wrong."""
 CREDIT, RAISED_CREDIT = 4, 6
 """Of a probe, and after every pass in which it comes true."""
 
-ENOUGH = 16
+ENOUGH = 4 * PROBE
 """Nodes from which on a probe is the whole again."""
 
 
@@ -67,11 +68,6 @@ class HintWorth:
             self._left -= WRONG if checked else SILENT
             if self._left <= 0:
                 self._rest()
-
-    def came_late(self) -> None:
-        """A guess was right, and too late to be checked: of one who may guess no deeper than a probe all are."""
-        if self._asked is not None:
-            self._raise(1)
 
     def _rest(self) -> None:
         self._asked, self._left = 0, REST

@@ -264,7 +264,10 @@ def _digest(content: object) -> str:
 
 def _identity(folder: str) -> dict[str, Any]:
     check_present(folder)
-    config = json.loads((Path(folder) / "config.json").read_bytes())
+    try:
+        config = dict(json.loads((Path(folder) / "config.json").read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ModelRefused(f"{folder}/config.json is no JSON object: {error}") from error
     return {
         "config": {key: value for key, value in config.items() if key not in NOT_IDENTITY},
         "weights": [[file.name, file.stat().st_size, _sampled(file)] for file in weight_files(folder)],

@@ -132,7 +132,9 @@ def _device(options: LoadOptions) -> str:
 
 def _folder_of(options: LoadOptions, draft: bool) -> str:
     if draft and options.model == Source.DISTILLED.label:
-        return shipped_draft(resolve(options.target or "demo"))
+        if options.target is None:
+            raise ModelRefused("--model distilled is the draft that ships for a target: name that with --target")
+        return shipped_draft(resolve(options.target))
     return resolve(options.model)
 
 

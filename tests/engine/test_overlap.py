@@ -40,6 +40,12 @@ async def test_a_slow_network_is_overlapped_too() -> None:
     assert (await decode(0.8, 0.1, 0.7, hop_s=0.005)).rate >= 2.4
 
 
+@pytest.mark.parametrize(("accept", "least"), [(0.7, 1.4), (0.6, 1.15)])
+async def test_a_weak_draft_over_a_slow_network_is_not_given_up(accept: float, least: float) -> None:
+    """Its first hints come late, and a probe has to reach beyond the passes that begin before it is heard."""
+    assert (await decode(accept, 0.1, 0.3, hop_s=0.005)).rate >= least
+
+
 async def test_many_streams_are_never_slower_than_plain() -> None:
     plain = await decode(0.8, 0.1, 0.7, streams=32, answers=1, draft=False)
     seen = await decode(0.8, 0.1, 0.7, streams=32, answers=1)

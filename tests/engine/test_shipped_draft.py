@@ -76,6 +76,8 @@ def test_the_target_of_a_draft_can_be_named(target: str, draft: str) -> None:
     loaded = load(LoadOptions(draft, "float32", target=target), draft=True, sequences=1)
     assert loaded.distilled
     assert load(LoadOptions("distilled", "float32", target=target), draft=True, sequences=1).revision == loaded.revision
+    with pytest.raises(ModelRefused, match="name that with --target"):
+        load(LoadOptions("distilled", "float32"), draft=True, sequences=1)
     with pytest.raises(ModelRefused, match=r"'./gone', which is not to be had by that name; name its folder"):
         load(LoadOptions(draft, "float32"), draft=True, sequences=1)
 

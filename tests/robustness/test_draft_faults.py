@@ -111,9 +111,11 @@ async def scene() -> AsyncIterator[Scene]:
 @asynccontextmanager
 async def killed(scene: Scene, answer: Answer) -> AsyncIterator[None]:
     await scene.draft.kill()
-    await scene.attached(0, answer)
-    yield
-    await scene.draft.start()
+    try:
+        await scene.attached(0, answer)
+        yield
+    finally:
+        await scene.draft.start()
     await scene.attached(1, answer)
 
 
@@ -184,6 +186,7 @@ async def test_only_the_rate_tells(scene: Scene, fault: Fault, record_property: 
         record_property(name, round(value, 2))
     print(fault.__name__, *(f"{name} {value:.2f}" for name, value in measured.items()), len(answer.tokens))
 
+    assert before >= 1.5 * plain, "there was no draft to lose"
     assert answer.tokens == scene.plain[: len(answer.tokens)]
     assert during >= ALONE * plain, "the target waited for a draft that was not there"
     assert back_s <= BACK_S

@@ -150,7 +150,9 @@ def test_services_are_ours_and_made_for_the_scenario(opened: list[up.UpOptions],
 
 @pytest.mark.parametrize(("kv_tokens", "streams"), [(100, 20), (0, 8), (10_000, scenarios.MOST_STREAMS)])
 def test_so_many_streams_that_kv_is_short(kv_tokens: int, streams: int) -> None:
-    made: Any = scenarios.Scenarios(scenarios.ScenarioPlan((), Asked("", 0, (), {}), Decoding(8, 0.0, 0, False)), None)  # type: ignore[arg-type]
+    made: Any = scenarios.Scenarios(
+        scenarios.ScenarioPlan((), Asked("", 0, 1, (), {}), Decoding(8, 0.0, 0, False)), None
+    )  # type: ignore[arg-type]
     timeline = Timeline(0, (), 0)
     made.reference = [Sample(Prompt(n, "", "", True), (1, 2), timeline, 1, prompt_tokens=4 + 4 * n) for n in range(3)]
     assert made._crowd(kv_tokens) == streams, "sequences of 10 on average"

@@ -85,7 +85,7 @@ def test_a_useless_draft_is_hardly_asked(lag: int) -> None:
     draft.asked.clear()
     for _ in range(300):
         draft.serve(worth)
-    assert 0.2 <= sum(draft.asked) / 300 <= 0.7
+    assert 0.1 <= sum(map(bool, draft.asked)) / 300 <= 0.35, "each time for some steps at most"
     assert set(draft.asked) == {0, PROBE}
     rests = [len(rest) for rest in "".join("x" if asked else "." for asked in draft.asked).split("x") if rest]
     assert set(rests[:-1]) == {REST}
@@ -97,7 +97,7 @@ def test_a_draft_that_is_gone_is_hardly_asked() -> None:
     for _ in range(300):
         asked.append(worth.want(MOST))
         worth.passed(0, 1, 0)
-    assert 0 < sum(asked) / 300 <= 1.0
+    assert 0 < sum(map(bool, asked)) / 300 <= 0.5
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -122,8 +122,8 @@ def test_probes_that_come_true_raise_what_is_asked_for() -> None:
     while not worth.pays:
         worth.passed(1, 2, 1)
         asked.append(worth.want(MOST))
-    assert asked == [PROBE, 2 * PROBE, 4 * PROBE, MOST]
-    assert 8 * PROBE >= ENOUGH and worth.want(3) == 3
+    assert asked == [PROBE, 2 * PROBE, MOST]
+    assert 4 * PROBE >= ENOUGH and worth.want(3) == 3
 
 
 def test_a_raised_probe_forgives_a_miss() -> None:
@@ -144,20 +144,6 @@ def test_a_right_hint_that_comes_late_ends_the_rest() -> None:
     assert worth.want(MOST) == 0
     worth.passed(1, 2, 1)
     assert worth.want(MOST) > PROBE
-
-
-def test_a_probe_that_comes_true_a_pass_late_brings_it_back() -> None:
-    """What may guess no deeper than the next token is always late; asked for more it is ahead."""
-    worth, _ = given_up()
-    asked = []
-    while not worth.pays:
-        asked.append(worth.want(MOST))
-        worth.passed(0, 1, 0)
-        if asked[-1]:
-            worth.came_late()
-    assert asked == [0] * asked.count(0) + [PROBE, 2 * PROBE, 4 * PROBE]
-    worth.came_late()
-    assert worth.pays and worth.want(MOST) == MOST
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

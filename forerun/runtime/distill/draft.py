@@ -6,6 +6,7 @@ Needs neither torch nor transformers, so that whoever starts a draft can find it
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,15 +34,15 @@ class Draft:
 
 def is_draft(folder: str) -> bool:
     """Whether `forerun distill` wrote it, and finished."""
-    return (Path(folder) / DRAFT).is_file()
+    return os.path.isfile(os.path.join(folder, DRAFT))  # False for sim:... too, however long
 
 
 def shipped(target_folder: str) -> str | None:
     """Folder of the draft that ships for this very revision of a target, wherever that lies; None: there is none."""
-    if not Path(target_folder).is_dir():
-        return None  # simulated
-    wanted = revision(target_folder)
     folders = sorted(str(path.parent) for path in SHIPPED.glob(f"*/{DRAFT}"))
+    if not folders or not Path(target_folder).is_dir():  # a simulated one lies nowhere
+        return None
+    wanted = revision(target_folder)
     return next((folder for folder in folders if read_draft(folder).target_revision == wanted), None)
 
 
