@@ -177,7 +177,8 @@ class DraftEngine:
             if sequence.key in self._sequences and (hint := sequence.hint()) is not None:
                 self._emit(sequence.link, Hinted(sequence.seq, hint, sequence.traceparent))
         if self.steps % OBSERVED == 0:
-            load = sum((Load.of_run(len(run.tokens), run.start) for _, _, run in laid), Load(0))
+            load = Load(0, branches=sum(row != ROOT for _, row, _ in laid))
+            load = sum((Load.of_run(len(run.tokens), run.start) for _, _, run in laid), load)
             self._cost.observe(load, self._clock() - began, prompts=any(row == ROOT for _, row, _ in laid))
         return True
 
@@ -243,8 +244,10 @@ class DraftEngine:
     ) -> int:
         """How many of `others`, best first, to grow beside `firsts`: what is most worth for the time it takes."""
         chunk, budget = self._config.prefill_chunk, self._config.row_budget
-        load = Load(min(budget, sum(min(chunk, max(1, sequence.debt)) for _, sequence, _ in firsts)))
-        seconds = self._cost.along(load, np.zeros(len(others), dtype=np.int64))
+        rows = min(budget, sum(min(chunk, max(1, sequence.debt)) for _, sequence, _ in firsts))
+        load = Load(rows, branches=sum(row != ROOT for _, _, row in firsts))
+        tiles = np.zeros(len(others), dtype=np.int64)  # of short contexts: what they cost beside the rest says little
+        seconds = self._cost.along(load, tiles, np.ones(len(others), dtype=np.bool_))
         if not firsts or seconds[0] <= 0.0:
             return min(len(others), UNKNOWN_WIDTH)
         reached = np.cumsum([sum(reach for reach, _, _ in firsts), *(reach for reach, _, _ in others)])

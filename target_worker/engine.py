@@ -214,7 +214,7 @@ class TargetEngine:
             if share.pays:
                 share.key.pass_begins()
         prompts = any(share.debt_rows > 1 for share, _ in laid)
-        self._cost.observe(_load(runs), self._clock() - began, prompts=prompts)
+        self._cost.observe(_load(runs, len(laid)), self._clock() - began, prompts=prompts)
         for share, own in laid:
             self._finish_share(share, [next(logits) for _ in own], started_ns)
         self._observe_rate(began)
@@ -226,11 +226,10 @@ class TargetEngine:
         return plan_pass(waiting, self._config.row_budget, self._config.prefill_chunk, self._cost)
 
     def _observe_rate(self, began: float) -> None:
-        """After a pass: tokens per second, what was waited before it included, an idle time not."""
-        now, held_s = self._clock(), 0.0 if self._ended is None else began - self._ended
+        """After a pass: tokens per second of passes alone. With what was waited, waiting in vain would look cheap."""
+        now = self._clock()
         took = now - began
         self._pass_s = took if self._pass_s == 0.0 else 0.8 * self._pass_s + 0.2 * took
-        took += min(held_s, took)
         if took > 0.0 and self._said:
             rate = self._said / took
             self._rate = rate if self._rate == 0.0 else RATE_DECAY * self._rate + (1.0 - RATE_DECAY) * rate
@@ -320,8 +319,8 @@ class TargetEngine:
             self._drop((sequence.link, sequence.seq))
 
 
-def _load(runs: list[Run]) -> Load:
-    load = Load(0, mixed=len({len(run.tokens) > 1 for run in runs}) > 1)
+def _load(runs: list[Run], sequences: int) -> Load:
+    load = Load(0, mixed=len({len(run.tokens) > 1 for run in runs}) > 1, branches=len(runs) - sequences)
     for run in runs:
         load += Load.of_run(len(run.tokens), run.start)
     return load

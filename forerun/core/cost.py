@@ -1,6 +1,6 @@
 """What a pass costs: seconds by its load, measured at start and learned while serving.
 
-    seconds = pace * (curve(rows) + mixed_s if mixed) + tile_s * tiles + row_tile_s * row_tiles
+    seconds = pace * (curve(rows) + mixed_s if mixed) + tile_s * tiles + row_tile_s * row_tiles + branch_s * branches
 
 `pace` follows the machine as a whole (a draft that starts to compute next door slows every pass) within
 some ten passes; a knot of the curve moves slowly, by what pace and tiles leave unexplained, so passes of
@@ -32,8 +32,8 @@ OUTLIER = 3.0
 PACE_DRIFT = 0.025
 """Relative deviation by which the pace wanders from one pass to the next: it makes pace follow in about ten."""
 PACE_DOUBT = 0.2
-TILE_DOUBT, ROW_TILE_DOUBT = 0.01, 0.002
-"""Deviation of an unmeasured tile_s and row_tile_s around 0, in passes of one row."""
+TILE_DOUBT, ROW_TILE_DOUBT, BRANCH_DOUBT = 0.01, 0.002, 0.02
+"""Deviation of an unmeasured tile_s, row_tile_s and branch_s around 0, in passes of one row."""
 
 CALM_DRIFT = 0.002
 """How far a pass with prompts moves what is thought of those without: where there is always a prompt, in the end."""
@@ -50,6 +50,7 @@ class Load:
     tiles: int = 0  # of KV that are read, summed over the runs
     row_tiles: int = 0  # rows x tiles, summed over the runs
     mixed: bool = False  # runs of one row and longer ones: they are not computed together
+    branches: int = 0  # runs beside the first of their sequence: each copies a page and attends for itself
 
     def __add__(self, other: Load) -> Load:
         return Load(
@@ -57,6 +58,7 @@ class Load:
             self.tiles + other.tiles,
             self.row_tiles + other.row_tiles,
             self.mixed or other.mixed,
+            self.branches + other.branches,
         )
 
     @classmethod
@@ -67,7 +69,7 @@ class Load:
 
 
 class PassCost:
-    """A Kalman filter over (pace, tile_s, row_tile_s), and the knots of the curve beside it.
+    """A Kalman filter over (pace, tile_s, row_tile_s, branch_s), and the knots of the curve beside it.
 
     `curve` holds measured (rows, seconds), in any order; without it nothing is known, `seconds` is 0
     and the first pass observed sets the scale. What is read never falls with rows, tiles or row_tiles.
@@ -81,13 +83,14 @@ class PassCost:
         tile_s: float = 0.0,
         row_tile_s: float = 0.0,
         mixed_s: float = 0.0,
+        branch_s: float = 0.0,
     ) -> None:
         self._mixed_s = mixed_s
         measured = {rows: seconds for rows, seconds in curve if rows > 0 and seconds > 0.0}
         self._knots: Floats = np.array(sorted({*KNOTS, *measured}), dtype=np.float64)
         self._curve = _fill(self._knots, sorted(measured.items()))  # [knots] seconds at pace 1, as learned
         self._seen = np.array([MEASURED if rows in measured else PRESUMED for rows in self._knots])  # [knots]
-        self._state: Floats = np.array([1.0, max(tile_s, 0.0), max(row_tile_s, 0.0)])
+        self._state: Floats = np.array([1.0, max(tile_s, 0.0), max(row_tile_s, 0.0), max(branch_s, 0.0)])
         self._calm = self._state.copy()  # as it was in the last pass without prompts
         self._read: Floats | None = None  # [knots] the curve as read: never falling
         self._settle_doubt()
@@ -109,20 +112,24 @@ class PassCost:
         """
         return float(self._features(load) @ self._calm) if self.known else 0.0
 
-    def along(self, load: Load, node_tiles: NDArray[np.int64], *, mixing: bool = False) -> Floats:
+    def along(
+        self, load: Load, node_tiles: NDArray[np.int64], branches: NDArray[np.bool_], *, mixing: bool = False
+    ) -> Floats:
         """Predicted duration of `load` and the first k of these further rows, for k = 0, 1, ..., len(node_tiles).
 
         Args:
             node_tiles: [nodes], tiles that each of them attends to.
+            branches: [nodes], whether it is a run of its own.
             mixing: with the first of them the pass is a mixed one.
         """
-        pace, tile_s, row_tile_s = self._state
+        pace, tile_s, row_tile_s, branch_s = self._state
         row_tiles = load.row_tiles + np.concatenate(([0], np.cumsum(node_tiles)))
         rows = load.rows + np.arange(len(row_tiles), dtype=np.float64)
         if not self.known:
             return np.zeros(len(rows))
         seconds: Floats = pace * self._by_rows(rows) + tile_s * load.tiles + row_tile_s * row_tiles
-        seconds += pace * self._mixed_s * load.mixed
+        seconds += pace * self._mixed_s * load.mixed + branch_s * load.branches
+        seconds[1:] += np.cumsum(branches * (branch_s + tile_s * node_tiles))
         if mixing and not load.mixed:
             seconds[1:] += pace * self._mixed_s
         return seconds
@@ -148,12 +155,13 @@ class PassCost:
             return "not measured"
         rows = [int(knot) for knot in self._knots if int(knot) & (int(knot) - 1) == 0]
         costs = ", ".join(f"{count}: {_told(self.seconds(Load(count)))}" for count in rows)
-        return f"{costs}; a tile: {_told(self._state[1])}, by row: {_told(self._state[2])}"
+        tile, row_tile, branch = map(_told, self._state[1:])
+        return f"{costs}; a tile: {tile}, by row: {row_tile}; a branch: {branch}"
 
     def _features(self, load: Load) -> Floats:
-        """What the state is multiplied with, [3]."""
+        """What the state is multiplied with, [4]."""
         curve = self._by_rows(np.array([load.rows], np.float64))[0] + self._mixed_s * load.mixed
-        return np.array([curve, load.tiles, load.row_tiles])
+        return np.array([curve, load.tiles, load.row_tiles, load.branches])
 
     def _by_rows(self, rows: Floats) -> Floats:
         if self._read is None:
@@ -172,14 +180,14 @@ class PassCost:
 
     def _settle_doubt(self) -> None:
         """How far the state may be off: at first, and at most (what is never observed must not grow beyond)."""
-        first = self._curve[0]
-        tile, row_tile = (0.5 * self._state[1] or TILE_DOUBT * first), (0.5 * self._state[2] or ROW_TILE_DOUBT * first)
-        self._doubt: Floats = np.array([PACE_DOUBT, tile, row_tile])
+        unmeasured = np.array([TILE_DOUBT, ROW_TILE_DOUBT, BRANCH_DOUBT]) * self._curve[0]
+        doubts = np.where(self._state[1:] > 0.0, 0.5 * self._state[1:], unmeasured)
+        self._doubt: Floats = np.array([PACE_DOUBT, *doubts])
         self._covariance: Floats = np.diag(self._doubt**2)
 
     def _follow(self, features: Floats, error: float, noise: float) -> float:
         """One step of the filter; returns the part of the (clipped) error that it did not take."""
-        wander = np.array([PACE_DRIFT * self._state[0], 0.01 * self._doubt[1], 0.01 * self._doubt[2]])
+        wander = np.array([PACE_DRIFT * self._state[0], *(0.01 * self._doubt[1:])])
         covariance = self._covariance + np.diag(wander**2)
         across = covariance @ features
         variance = float(features @ across) + noise
@@ -187,7 +195,7 @@ class PassCost:
         error = min(max(error, -reach), reach)
         gain = across / variance
         before = self._state
-        self._state = np.maximum(before + gain * error, [0.05 * before[0], 0.0, 0.0])
+        self._state = np.maximum(before + gain * error, [0.05 * before[0], 0.0, 0.0, 0.0])
         covariance = covariance - np.outer(gain, across)
         shrink = np.minimum(1.0, self._doubt / np.sqrt(np.maximum(np.diag(covariance), 1e-300)))
         self._covariance = covariance * np.outer(shrink, shrink)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forerun.core.cost import Load, PassCost
 from forerun.core.pages import TILE
@@ -143,13 +144,15 @@ class _Candidates:
     depth: list[int] = field(default_factory=list)
     reach: list[float] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)
+    parent: list[int] = field(default_factory=list)  # row of the tree
 
-    def add(self, owner: int, row: int, depth: int, reach: float, columns: int) -> None:
+    def add(self, owner: int, row: int, depth: int, reach: float, columns: int, parent: int) -> None:
         self.owner.append(owner)
         self.row.append(row)
         self.depth.append(depth)
         self.reach.append(reach)
         self.tiles.append((columns + depth + TILE - 1) // TILE)
+        self.parent.append(parent)
 
 
 def _nodes(paid: Sequence[Waiting[Key]], certain: int, load: Load, room: int, cost: PassCost) -> dict[Key, list[int]]:
@@ -164,7 +167,8 @@ def _nodes(paid: Sequence[Waiting[Key]], certain: int, load: Load, room: int, co
         if item.most_nodes > 0:
             columns = item.cached_len + item.debt
             for row, depth, reach in _drawn(item) if _is_drawn(item) else _guessed(item):
-                found.add(owner, row, depth, reach, columns)
+                parent = item.tree.parents[row] if row < len(item.tree) else row
+                found.add(owner, row, depth, reach, columns, parent)
     ranked = _ranked(paid, found, room)
     chosen: dict[Key, list[int]] = {}
     for index in ranked[: _paying(certain, load, ranked, found, cost)]:
@@ -198,11 +202,22 @@ def _paying(certain: int, load: Load, ranked: list[int], found: _Candidates, cos
     """
     reach = np.array([found.reach[index] for index in ranked], dtype=np.float64)
     tiles = np.array([found.tiles[index] for index in ranked], dtype=np.int64)
-    seconds = cost.along(load, tiles, mixing=certain > 1)
+    seconds = cost.along(load, tiles, _branches(ranked, found), mixing=certain > 1)
     if seconds[0] <= 0.0:
         return int(np.count_nonzero(reach >= WORTH))
     tokens = certain + np.concatenate(([0.0], np.cumsum(reach)))
     return int(np.argmax(tokens / seconds))  # the first of equals: no row for nothing
+
+
+def _branches(ranked: list[int], found: _Candidates) -> NDArray[np.bool_]:
+    """[ranked] whether a node is a run of its own: another child of its parent comes before it."""
+    seen: set[tuple[int, int]] = set()
+    apart = []
+    for index in ranked:
+        above = found.owner[index], found.parent[index]
+        apart.append(above in seen)
+        seen.add(above)
+    return np.array(apart, dtype=np.bool_)
 
 
 def _guessed(item: Waiting[Key]) -> Iterator[tuple[int, int, float]]:

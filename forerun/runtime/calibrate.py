@@ -20,6 +20,9 @@ LOGIT_ROWS = 32
 FAR = 8
 """Tiles of the longest context that is tried."""
 
+BRANCHES = 3
+"""Nodes apart that are timed against as many in a line."""
+
 MIXED = 8
 """Runs of a pass of single rows and one longer run, against as many rows in runs of the same length."""
 
@@ -39,7 +42,8 @@ def measure(model: Model, row_budget: int, clock: Callable[[], float] = time.per
 def _measure(model: Model, row_budget: int, clock: Callable[[], float]) -> PassCost:
     began = clock()
     reach = min(FAR, model.pages.count, model.context_limit // TILE)
-    path = KV(model.pages).extend(max(reach, 1) * TILE)
+    kv = KV(model.pages)
+    path = kv.extend(max(reach, 1) * TILE)
 
     def run_of(rows: int, start: int, where: Path, judged: int = LOGIT_ROWS) -> Run:
         tokens = tuple(at * 31 % model.vocab_size for at in range(rows))
@@ -48,10 +52,10 @@ def _measure(model: Model, row_budget: int, clock: Callable[[], float]) -> PassC
     def seconds(rows: int, start: int) -> float:
         return best_of([run_of(rows, start, path)])
 
-    def best_of(runs: list[Run]) -> float:
+    def best_of(runs: list[Run], repeats: int = REPEATS) -> float:
         """The best of some: what disturbs a pass only makes it longer."""
         best = float("inf")
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             at = clock()
             model.forward(runs)
             best = min(best, clock() - at)
@@ -81,11 +85,21 @@ def _measure(model: Model, row_budget: int, clock: Callable[[], float]) -> PassC
         alike = [run_of(2, 0, where) for where in paths]
         mixed = [run_of(1 if number else MIXED + 1, 0, where) for number, where in enumerate(paths)]
         mixed_s = max(0.0, best_of(mixed) - best_of(alike))
+    branch_s = 0.0
+    if model.pages.available >= BRANCHES and most >= 2 + BRANCHES:
+        apart = float("inf")
+        for _ in range(REPEATS):
+            forks = [kv.branch(path, 2, 1) for _ in range(BRANCHES)]
+            apart = min(apart, best_of([run_of(1, 1, path), *(run_of(1, 2, fork) for fork in forks)], 1))
+            for fork in forks:
+                kv.drop(fork)
+        branch_s = max(0.0, (apart - seconds(1 + BRANCHES, 1)) / BRANCHES - tile_s)
     return PassCost(
         [(rows, max(took - _tiles(rows, tile_s, row_tile_s), 1e-9)) for rows, took in curve],
         tile_s,
         row_tile_s,
         mixed_s,
+        branch_s,
     )
 
 

@@ -58,7 +58,7 @@ def test_a_row_measured_cheaper_than_fewer_is_noise() -> None:
 def test_nothing_known_costs_nothing_until_a_pass_was_seen() -> None:
     cost = PassCost()
     assert not cost.known and cost.seconds(Load(8)) == 0.0
-    assert cost.along(Load(1), np.array([1, 1])).tolist() == [0.0, 0.0, 0.0]
+    assert cost.along(Load(1), np.array([1, 1]), np.array([False, True])).tolist() == [0.0, 0.0, 0.0]
     assert cost.describe() == "not measured"
     cost.observe(Load(8), 0.1)
     assert cost.known and cost.seconds(Load(8)) == pytest.approx(0.1)
@@ -142,14 +142,25 @@ def test_long_contexts_are_learned() -> None:
 
 
 def test_the_cost_along_nodes_is_that_of_each_load() -> None:
-    cost = PassCost([(rows, stepped(rows)) for rows in KNOTS], tile_s=0.001, row_tile_s=0.0003)
+    cost = PassCost([(rows, stepped(rows)) for rows in KNOTS], tile_s=0.001, row_tile_s=0.0003, branch_s=0.004)
     tiles = np.array([1, 5, 2] * 100)
-    start = Load(3, 4, 12)
-    along = cost.along(start, tiles)
+    apart = np.array([False, True, True, False] * 75)
+    start = Load(3, 4, 12, branches=2)
+    along = cost.along(start, tiles, apart)
     assert len(along) == 301
     for count in (0, 1, 2, 30, 300):
-        load = start + Load(count, 0, int(tiles[:count].sum()))
+        read = int((tiles * apart)[:count].sum())
+        load = start + Load(count, read, int(tiles[:count].sum()), branches=int(apart[:count].sum()))
         assert along[count] == pytest.approx(cost.seconds(load))
+
+
+def test_what_a_branch_costs_is_learned() -> None:
+    rng = random.Random(5)
+    cost = measured()
+    for turn in range(300):
+        load = Load(4, branches=turn % 4)
+        observe(cost, load, stepped(4) + 0.004 * load.branches, rng)
+    assert cost.seconds(Load(4, branches=3)) - cost.seconds(Load(4)) == pytest.approx(0.012, rel=0.35)
 
 
 def test_the_line_for_the_log() -> None:
@@ -157,8 +168,8 @@ def test_the_line_for_the_log() -> None:
     assert "\n" not in line
     assert line.startswith("1: 50 ms, 2: 50 ms, 4: 50 ms, 8: 60 ms") and "256: 680 ms" in line
     slow = PassCost([(1, 2.5)], tile_s=1.75e-3, row_tile_s=2e-7).describe()
-    assert slow.startswith("1: 2.5 s, ") and slow.endswith("; a tile: 1.75 ms, by row: 0.2 us")
-    assert PassCost([(1, 1.0)], tile_s=0.9996e-3).describe().endswith("a tile: 1 ms, by row: 0 us")
+    assert slow.startswith("1: 2.5 s, ") and slow.endswith("; a tile: 1.75 ms, by row: 0.2 us; a branch: 0 us")
+    assert PassCost([(1, 1.0)], tile_s=0.9996e-3).describe().endswith("a tile: 1 ms, by row: 0 us; a branch: 0 us")
 
 
 observations = st.lists(

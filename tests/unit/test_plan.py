@@ -108,6 +108,15 @@ def test_siblings_compete_like_any_node() -> None:
     assert plans == [(), (best,), (best, tip), (worse, best, tip), *[(worse, best, tip, leaf)] * 2]
 
 
+def test_a_sibling_is_checked_if_it_is_worth_a_run_of_its_own() -> None:
+    """A child of the node before it costs a row alone."""
+    tree = chain(0.5, 0.5)
+    tree.add(ROOT, 99, 0.4)
+    free, dear = PassCost([(1, 1.0), (65, 1.1)]), PassCost([(1, 1.0), (65, 1.1)], branch_s=0.5)
+    assert nodes_of(plan_pass([decoding("a", tree)], 100, 64, free)) == {"a": (1, 2, 3)}
+    assert len(nodes_of(plan_pass([decoding("a", tree)], 100, 64, dear))["a"]) == 1
+
+
 def test_siblings_share_a_chance_of_one() -> None:
     """Two children of 0.9 cannot both be likelier than one of 0.6 elsewhere."""
     tree = TokenTree(0)
@@ -237,7 +246,8 @@ def test_drawn_nodes_are_checked_by_what_happened_before() -> None:
     assert counts == [0, 2, 8]
 
 
-costs = st.sampled_from([UNKNOWN, FLAT, LINEAR, staircase(4, 1.0, 0.5), PassCost([(1, 1.0), (65, 3.0)])])
+APART = PassCost([(1, 1.0), (65, 1.5)], tile_s=0.02, branch_s=0.1)
+costs = st.sampled_from([UNKNOWN, FLAT, LINEAR, APART, staircase(4, 1.0, 0.5), PassCost([(1, 1.0), (65, 3.0)])])
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -324,12 +334,16 @@ def prefixes(waiting: list[Waiting[str]], plan: list[Share[str]], room: int) -> 
         if share.pays:
             looked_at = [row for row in range(1, len(tree)) if reach_of(tree, tree.parents[row]) >= FAINT]
             best = sorted((-reach_of(tree, row), tree.depth(row), row) for row in looked_at)
-            ranked += [(reach, depth, turn, item.cached_len + item.debt) for reach, depth, _ in best[: item.most_nodes]]
+            columns = item.cached_len + item.debt
+            ranked += [(*each[:2], turn, each[2], columns, tree.parents[each[2]]) for each in best[: item.most_nodes]]
     tokens = float(len(decoding) or sum(share.pays for share in plan))
     yield tokens, load, 0
-    for count, (reach, depth, _, columns) in enumerate(sorted(ranked)[:room], 1):
+    led: set[tuple[int, int]] = set()
+    for count, (reach, depth, turn, _, columns, parent) in enumerate(sorted(ranked)[:room], 1):
         tokens -= reach
-        load += Load(1, 0, -(-(columns + depth) // 128))
+        apart, tiles = (turn, parent) in led, -(-(columns + depth) // 128)
+        led.add((turn, parent))
+        load += Load(1, tiles * apart, tiles, branches=int(apart))
         yield tokens, load, count
 
 
