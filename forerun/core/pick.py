@@ -65,9 +65,9 @@ class Picker:
         law = filtered(logits, self.sampling)
         seed = self.sampling.seed
         if not self.sampling.chain_only:
-            return law.race(seed, position)[0]
+            return law.finish(seed, position, 1)[0]
         if proposal is None:
-            return law.race(seed, position, Domain.RESIDUAL)[0]
+            return law.finish(seed, position, 1, Domain.RESIDUAL)[0]
         drawn_from = point_mass(proposal.token) if proposal.law is None else as_law(proposal.law)
         return judge(law, drawn_from, proposal.token, seed, position)
 
