@@ -28,6 +28,10 @@ def distill(
     minutes: Annotated[float | None, typer.Option(min=0.01, help="Of training, instead of --steps.")] = None,
     learning_rate: Annotated[float, typer.Option(help="At its height.")] = 5e-4,
     data: Annotated[Path | None, typer.Option(help="Folder of the data, to share it. Default: OUT/data.")] = None,
+    openings: Annotated[
+        Path | None, typer.Option(help="How questions begin, one a line. Default: tasks that people often set.")
+    ] = None,
+    start: Annotated[Path | None, typer.Option(help="A draft of this target to go on from, with other data.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     device: OnDevice = Device.AUTO,
     dtype: Dtype = Precision.BFLOAT16,
@@ -45,6 +49,8 @@ def distill(
             target=target,
             out=out,
             data=data,
+            openings=openings,
+            start=start,
             layers=layers,
             head=head,
             tokens=tokens,

@@ -13,6 +13,7 @@ from forerun.runtime.distill.training import Point
 
 PLOT = "acceptance.svg"
 CARD = "README.md"
+COST = "## Data and cost"
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 56, 16, 46, 44
 INK, GREEN, GREY, BLUE = "#222", "#3a9d5d", "#c9ccd1", "#4a7fc1"
 
@@ -39,6 +40,14 @@ class Making:
     seconds: Mapping[str, float]  # by what took them, of this run
     machine: str
     dtype: str
+    openings: int  # ways that questions begin
+    before: str  # data and cost of the draft it began as, "" if it began as the target's layers
+
+
+def history_of(folder: Path) -> str:
+    """What the card of the draft in `folder` says of its data and cost; "" without one."""
+    path = folder / CARD
+    return path.read_text(encoding="utf-8").partition(f"{COST}\n\n")[2].strip() if path.is_file() else ""
 
 
 def licence_of(folder: Path) -> str | None:
@@ -64,6 +73,11 @@ def card(made: Making, result: Evaluation) -> str:
     ]
     table = "\n".join(f"| {name} | {_agreement(found)} |" for name, found in rows)
     written = made.conversations + made.held_out
+    before = (
+        f"\nIt began as a draft of which the same section said:\n\n> {quoted}\n"
+        if (quoted := _quoted(made.before))
+        else ""
+    )
     warmths = ", ".join(f"{warmth:g}" for warmth in made.temperatures)
     return f"""{front}# A draft for {made.target}
 
@@ -93,13 +107,14 @@ A step takes {result.draft_ms:.2f} ms, a pass of the target {result.target_ms:.2
 
 ![Acceptance against steps]({PLOT})
 
-## Data and cost
+{COST}
 
 No text from outside, and no benchmark prompts: the target wrote both sides of {written} conversations within its own
-chat template, {made.tokens} tokens with the template's; questions at temperature 1, answers at {warmths}.
+chat template, {made.tokens} tokens with the template's; questions at temperature 1, answers at {warmths}. Of most
+questions the first words were given, of {made.openings} kinds; texts within them are other answers of the target.
 {made.steps} steps of {made.rows} conversations on the target's distributions, seed {made.seed}.
 Time of the run that finished it: {seconds}.
-"""
+{before}"""
 
 
 def plot(history: Sequence[Point], title: str) -> str:
@@ -131,6 +146,10 @@ def plot(history: Sequence[Point], title: str) -> str:
         parts.append(f'<text x="{x + 18}" y="38" fill="{INK}">{label}, held out</text>')
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" fill="{INK}" text-anchor="end">steps</text></svg>')
     return "\n".join(parts) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
 
 
 def _agreement(found: Agreement) -> str:

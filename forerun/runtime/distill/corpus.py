@@ -18,11 +18,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from forerun.core.errors import InvalidRequest, ModelRefused
+from forerun.runtime.distill.openings import Openings, documents_of
 from forerun.runtime.distill.turns import Turns
 from forerun.runtime.distill.writing import KEPT, Conversations, Kind, write
 
 ABOUT = "about.json"
-FORMAT = 1
+FORMAT = 2
 HELD_OUT = 16
 """Of so many rows of a shard the last one is never trained on."""
 
@@ -37,6 +38,7 @@ class DataPlan:
     temperatures: tuple[float, ...]
     rows: int  # conversations written at once: those of a shard
     length: int  # tokens of each
+    openings: str = ""  # digest of how questions begin
 
     @property
     def shard_tokens(self) -> int:
@@ -78,15 +80,23 @@ def write_shards(
     count: int,
     folder: Path,
     told: Callable[[int], None],
+    openings: Openings | None = None,
 ) -> None:
-    """Write those of the first `count` shards that are not there. told: hears of tokens as they come to be there."""
+    """Write those of the first `count` shards that are not there. told: hears of tokens as they come to be there.
+
+    openings: those whose digest the plan has. Documents within them are answers of the shard before.
+    """
     plan.fits(folder)
+    room = plan.length - len(turns.opening) - len(turns.to_answer)
     for number in range(count):
         path = shard(folder, number)
         if path.exists():
             told(plan.shard_tokens)
             continue
-        made = write(target, turns, vocab_size, plan.rows, plan.length, plan.temperatures, (plan.seed, number), told)
+        seed = (plan.seed, number)
+        documents = documents_of(_read(shard(folder, number - 1))) if number and openings else []
+        begun = openings.begin(plan.rows, room, documents, seed) if openings else []
+        made = write(target, turns, vocab_size, plan.rows, plan.length, plan.temperatures, seed, told, begun)
         small = np.uint16 if vocab_size <= 1 << 16 else np.int32
         arrays: dict[str, NDArray[Any]] = {
             "tokens": made.tokens.astype(small),

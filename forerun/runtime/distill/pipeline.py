@@ -23,12 +23,14 @@ from forerun.core.errors import InvalidRequest, ModelRefused
 from forerun.core.pages import TILE
 from forerun.runtime.demo_model import LICENCE
 from forerun.runtime.distill import DRAFT
-from forerun.runtime.distill.card import CARD, PLOT, Making, card, licence_of, plot
+from forerun.runtime.distill.card import CARD, PLOT, Making, card, history_of, licence_of, plot
 from forerun.runtime.distill.corpus import DataPlan, frequent, read_shards, shard, write_shards
 from forerun.runtime.distill.draft import Draft
 from forerun.runtime.distill.evaluation import PASSES, Evaluation, evaluate, pass_ms
+from forerun.runtime.distill.openings import OWN, Openings
 from forerun.runtime.distill.student import (
     Student,
+    begin_from,
     choose_layers,
     load_student,
     save_student,
@@ -55,6 +57,8 @@ class DistillOptions:
     target: str
     out: Path
     data: Path | None = None  # None: within `out`
+    openings: Path | None = None  # how questions begin; None: as in openings.txt
+    start: Path | None = None  # a draft of this target to go on from
     layers: str = "3"
     head: int = 4096
     tokens: int = 2_000_000
@@ -96,6 +100,7 @@ class _Setting:
     folder: str  # of the target
     text: TextModel
     turns: Turns
+    openings: Openings
     device: str
     console: Console
 
@@ -151,6 +156,8 @@ def make_draft(asked: DistillOptions, console: Console) -> Evaluation:
         seconds=seconds,
         machine=f"{setting.device}, {platform.machine()}, {asked.threads} threads",
         dtype=asked.dtype,
+        openings=len(setting.openings.lines),
+        before=history_of(asked.start) if asked.start else "",
     )
     (asked.out / CARD).write_text(card(made, result), encoding="utf-8")
     (asked.out / PLOT).write_text(plot(history, f"a draft of {name}: {made.tokens} tokens"), encoding="utf-8")
@@ -183,13 +190,21 @@ def _setting(asked: DistillOptions, console: Console) -> _Setting:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelRefused("--device cuda was asked for, and torch finds no GPU")
-    return _Setting(asked, folder, text, turns, device, console)
+    return _Setting(asked, folder, text, turns, Openings.read(asked.openings or OWN, text), device, console)
 
 
 def _write_data(setting: _Setting) -> int:
     """How many shards there are now."""
     asked = setting.asked
-    plan = DataPlan(revision(setting.folder), asked.dtype, asked.seed, asked.temperatures, asked.batch, asked.length)
+    plan = DataPlan(
+        revision(setting.folder),
+        asked.dtype,
+        asked.seed,
+        asked.temperatures,
+        asked.batch,
+        asked.length,
+        setting.openings.digest,
+    )
     count = plan.shards(asked.tokens)
     plan.fits(setting.data)  # before a model is loaded
     if all(shard(setting.data, number).exists() for number in range(count)):
@@ -201,7 +216,14 @@ def _write_data(setting: _Setting) -> int:
         task = progress.add_task("tokens written", total=count * plan.shard_tokens)
         vocab_size = min(setting.text.vocab_size, int(target.config.get_text_config(decoder=True).vocab_size))
         write_shards(
-            target, setting.turns, vocab_size, plan, count, setting.data, lambda new: progress.advance(task, new)
+            target,
+            setting.turns,
+            vocab_size,
+            plan,
+            count,
+            setting.data,
+            lambda new: progress.advance(task, new),
+            setting.openings,
         )
     return count
 
@@ -212,6 +234,8 @@ def _train(
     asked = setting.asked
     ids = frequent(data, setting.text.vocab_size, asked.head, setting.text.eos_token_ids)
     student = student_of(setting.load_target(), layers, ids.tolist(), WIDE)
+    if asked.start is not None:
+        begin_from(student, str(asked.start), setting.folder, layers)
     steps = asked.steps
     if steps is None and asked.minutes is None:
         steps = max(1, asked.passes * len(data) // asked.rows)

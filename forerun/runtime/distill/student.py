@@ -92,6 +92,30 @@ def student_of(target: PreTrainedModel, layers: Sequence[int], ids: Sequence[int
     return student
 
 
+def begin_from(student: Student, folder: str, target_folder: str, layers: Sequence[int]) -> None:
+    """Give it the weights of the draft in `folder`; rows of its head that that one lacks stay the target's.
+
+    Raises ModelRefused: not a draft of this target, or of other layers.
+    """
+    found = read_draft(folder).layers
+    if tuple(found) != tuple(layers):
+        raise ModelRefused(
+            f"{folder} has the layers {','.join(map(str, found))} of its target, and {','.join(map(str, layers))} were "
+            f"asked for; say --layers {','.join(map(str, found))}, or begin without it"
+        )
+    former = load_student(folder, target_folder, "float32")
+    theirs, head = former.own(), _head(student.model)
+    rows = {int(token): row for row, token in enumerate(former.ids)}
+    shared = [(row, rows[int(token)]) for row, token in enumerate(student.ids) if int(token) in rows]
+    to, of = torch.tensor(shared, dtype=torch.int64).reshape(-1, 2).unbind(-1)
+    with torch.no_grad():
+        for name, weight in student.own().items():
+            if name.startswith(f"{head}."):
+                weight[to.to(weight.device)] = theirs[name][of].to(weight.device)
+            else:
+                weight.copy_(theirs[name])
+
+
 def save_student(student: Student, folder: Path, draft: Draft, dtype: str = "bfloat16") -> None:
     """config.json, model.safetensors and draft.json, which comes last: without it the folder is no draft."""
     kind: torch.dtype = getattr(torch, dtype)

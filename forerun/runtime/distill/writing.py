@@ -1,6 +1,9 @@
 """The target talks to itself: it writes the question after the template's header, then the answer, and so on.
 
-All rows of a batch have one length, whatever turn each is in: where the template speaks its tokens are put, else the
+A row may be begun: the first words of its question are given, and once it is answered the target goes on by itself, as
+it does when a server is told to ignore its end token. Other rows take turns as the template has them.
+
+All rows of a batch have one length, whatever turn each is in: where something is given its tokens are put, else the
 target's pick. So there is no padding, and a pass has as many rows as the batch. What the target thought of every
 position is kept with the token, since it is at hand: training needs no target any more.
 """
@@ -36,9 +39,10 @@ PIECE = 128
 class Kind(IntEnum):
     """Who wrote a token."""
 
-    TEMPLATE = 0
+    TEMPLATE = 0  # nobody: given by the template, or by a beginning
     QUESTION = 1
     ANSWER = 2
+    BEYOND = 3  # the target, after the end token of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +63,39 @@ class Conversations:
         return Conversations(*(part[index] for part in parts))  # type: ignore[arg-type]
 
 
-class _Speaker:
-    """One row: what the template still has to say, and whose turn it is."""
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a row is given after the template's opening: none of it is trained on."""
 
-    def __init__(self, turns: Turns, question_limit: int) -> None:
+    tokens: tuple[int, ...] = ()  # none: the row is not begun
+    complete: bool = False  # a whole question, which the target does not go on with
+
+
+class _Speaker:
+    """One row: what it is still given, and whose turn it is."""
+
+    def __init__(self, turns: Turns, question_limit: int, beginning: Beginning) -> None:
         self._turns = turns
         self._question_limit = question_limit
-        self._queue: list[int] = []
+        self._begun = bool(beginning.tokens)
+        self._queue = list(beginning.tokens)
         self.kind = Kind.QUESTION
         self._left = question_limit
+        if beginning.complete:
+            self._queue += turns.to_answer
+            self.kind = Kind.ANSWER
 
     def say(self, picked: int) -> tuple[int, Kind]:
-        """The next token of the row, which is `picked` unless the template speaks, and who wrote it."""
+        """The next token of the row, which is `picked` unless one is given, and who wrote it."""
         if self._queue:
             return self._queue.pop(0), Kind.TEMPLATE
         kind, turns = self.kind, self._turns
         question = kind is Kind.QUESTION
         closing = list(turns.to_answer if question else turns.to_question)
+        if self._begun and not question:
+            if picked == closing[0] or picked in turns.ends:
+                self.kind = Kind.BEYOND
+            return picked, kind
         self._left -= 1
         if picked == closing[0] or picked in turns.ends:
             picked, self._queue = closing[0], closing[1:]
@@ -97,9 +117,11 @@ def write(
     temperatures: Sequence[float],
     seed: tuple[int, int],
     told: Callable[[int], None] = lambda tokens: None,
+    beginnings: Sequence[Beginning] = (),
 ) -> Conversations:
     """`rows` conversations of `length` tokens, each temperature equally often; the same for the same (seed, number).
 
+    beginnings: one per row, or none at all.
     told: hears how many tokens were written since it was last called.
     """
     device = next(target.parameters()).device
@@ -116,7 +138,8 @@ def write(
     )
     made.tokens[:, :opening] = turns.opening
     question_limit = max(1, min(QUESTION_LIMIT, length // 3))
-    speakers = [_Speaker(turns, question_limit) for _ in range(rows)]
+    begun = beginnings or [Beginning()] * rows
+    speakers = [_Speaker(turns, question_limit, beginning) for beginning in begun]
     cache = WideCache(rows, length)
     logits = step(target, torch.tensor([turns.opening], device=device), cache).expand(rows, -1, -1)
     told(rows * opening)
