@@ -27,7 +27,10 @@ def distill(
     steps: Annotated[int | None, typer.Option(min=1, help="Of training. Default: 4 passes over the data.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.01, help="Of training, instead of --steps.")] = None,
     learning_rate: Annotated[float, typer.Option(help="At its height.")] = 5e-4,
-    data: Annotated[Path | None, typer.Option(help="Folder of the data, to share it. Default: OUT/data.")] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of the data, to share it; named again: others to train on too. Default: OUT/data."),
+    ] = None,
     openings: Annotated[
         Path | None, typer.Option(help="How questions begin, one a line. Default: tasks that people often set.")
     ] = None,
@@ -48,7 +51,7 @@ def distill(
         asked = DistillOptions(
             target=target,
             out=out,
-            data=data,
+            data=tuple(data or ()),
             openings=openings,
             start=start,
             layers=layers,

@@ -183,11 +183,11 @@ def test_data_of_another_plan_are_not_mixed_in(plan: DataPlan, shards: Path) -> 
 def test_a_broken_shard_is_named(shards: Path, tmp_path: Path) -> None:
     (tmp_path / "00000.safetensors").write_bytes((shards / "00000.safetensors").read_bytes()[:1000])
     with pytest.raises(ModelRefused, match=r"00000\.safetensors is no shard of data.*written again"):
-        read_shards(tmp_path, 1)
+        read_shards((tmp_path, 1))
 
 
 def test_rows_are_trained_on_or_held_out(shards: Path) -> None:
-    data, held = read_shards(shards, 6)
+    data, held = read_shards((shards, 6))
     assert (len(data), len(held)) == (6 * (ROWS - 1), 6)
     assert not {row.tobytes() for row in data.tokens} & {row.tobytes() for row in held.tokens}
 
@@ -290,7 +290,7 @@ def test_a_draft_that_is_the_target_is_always_right(arch: str, tmp_path: Path) -
 
 
 def test_evaluation_agrees_with_counting(target: Any, shards: Path) -> None:
-    _, held = read_shards(shards, 6)
+    _, held = read_shards((shards, 6))
     student = student_of(target, LAYERS, HEAD, WIDE)
     result = evaluate(student, target, held, VOCAB, 0, (1.0, 1.0))
     with torch.inference_mode():
@@ -380,7 +380,7 @@ def test_every_pass_over_the_data_sees_all_rows_once() -> None:
 
 
 def test_training_makes_the_draft_better(target: Any, shards: Path, tmp_path: Path) -> None:
-    data, held = read_shards(shards, 6)
+    data, held = read_shards((shards, 6))
     ids = frequent(data, VOCAB, 200, (END,)).tolist()
     student = student_of(target, (1, 2), ids, WIDE)  # without the layer that decides most
     history = train(student, data, held, TrainPlan(60, None, 8, 0, learning_rate=3e-3), tmp_path)
@@ -392,7 +392,7 @@ def test_training_makes_the_draft_better(target: Any, shards: Path, tmp_path: Pa
 
 
 def test_minutes_become_steps_by_the_clock(target: Any, shards: Path, tmp_path: Path) -> None:
-    data, held = read_shards(shards, 2)
+    data, held = read_shards((shards, 2))
     times = iter(range(100))
     student = student_of(target, LAYERS, HEAD, WIDE)
     history = train(student, data, held, TrainPlan(None, 0.1, 2, 0), tmp_path, clock=lambda: float(next(times)))
@@ -400,7 +400,7 @@ def test_minutes_become_steps_by_the_clock(target: Any, shards: Path, tmp_path: 
 
 
 def test_broken_off_training_goes_on_to_the_same_bits(target: Any, shards: Path, tmp_path: Path) -> None:
-    data, held = read_shards(shards, 2)
+    data, held = read_shards((shards, 2))
     plan = TrainPlan(60, None, 4, 3, learning_rate=2e-3)
 
     def cut(done: int, steps: int, history: list[Point]) -> None:
@@ -422,7 +422,7 @@ def test_broken_off_training_goes_on_to_the_same_bits(target: Any, shards: Path,
 
 
 def test_a_checkpoint_goes_with_its_training(target: Any, shards: Path, tmp_path: Path) -> None:
-    data, held = read_shards(shards, 2)
+    data, held = read_shards((shards, 2))
     train(student_of(target, LAYERS, HEAD, WIDE), data, held, TrainPlan(2, None, 2, 0), tmp_path)
     with pytest.raises(InvalidRequest, match=r"another steps \(2, now 3\).*--no-resume"):
         train(student_of(target, LAYERS, HEAD, WIDE), data, held, TrainPlan(3, None, 2, 0), tmp_path)

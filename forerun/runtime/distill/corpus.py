@@ -5,6 +5,7 @@ So writing goes on where it stopped, several drafts can be made from the same da
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from forerun.runtime.distill.turns import Turns
 from forerun.runtime.distill.writing import KEPT, Conversations, Kind, write
 
 ABOUT = "about.json"
-FORMAT = 2
+FORMAT = 1
 HELD_OUT = 16
 """Of so many rows of a shard the last one is never trained on."""
 
@@ -56,16 +57,38 @@ class DataPlan:
             folder.mkdir(parents=True, exist_ok=True)
             _replace(path, lambda partial: partial.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8"))
             return
-        try:
-            found: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise InvalidRequest(f"{path} is not JSON: {error}; name another folder for the data") from error
-        for name, value in wanted.items():
-            if found.get(name) != value:
-                raise InvalidRequest(
-                    f"{folder} holds data made with {name} {found.get(name)!r}, and {value!r} was asked for; "
-                    "ask for the former, or name another folder for the data"
-                )
+        _compare(folder, wanted, "ask for the former, or name another folder for the data")
+
+    def goes_with(self, folder: Path) -> int:
+        """How many shards `folder` holds, which may differ in how they were asked for, not in what a row is.
+
+        Raises InvalidRequest: none, or of another target, dtype or length.
+        """
+        same = {"format": FORMAT, "kept": KEPT} | {name: getattr(self, name) for name in ROW}
+        if not (folder / ABOUT).exists():
+            raise InvalidRequest(f"{folder} holds no data; only the first folder named is written to")
+        _compare(folder, same, "they cannot be trained on together")
+        count = next(number for number in itertools.count() if not shard(folder, number).exists())
+        if not count:
+            raise InvalidRequest(f"{folder} holds no shard yet")
+        return count
+
+
+ROW = ("target_revision", "dtype", "length")
+"""Of a plan, what rows that are trained on together share."""
+
+
+def _compare(folder: Path, wanted: dict[str, Any], advice: str) -> None:
+    path = folder / ABOUT
+    try:
+        found: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"{path} is not JSON: {error}; name another folder for the data") from error
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise InvalidRequest(
+                f"{folder} holds data made with {name} {found.get(name)!r}, and {value!r} was asked for; {advice}"
+            )
 
 
 def shard(folder: Path, number: int) -> Path:
@@ -108,14 +131,16 @@ def write_shards(
         _replace(path, lambda partial, arrays=arrays: save_file(arrays, partial))  # type: ignore[misc]
 
 
-def read_shards(folder: Path, count: int) -> tuple[Conversations, Conversations]:
-    """(to train on, held out) of the first `count` shards, all in memory: about 140 bytes a token."""
-    shards = [_read(shard(folder, number)) for number in range(count)]
-    rows = len(shards[0])
-    held = np.arange(rows) % HELD_OUT == min(rows, HELD_OUT) - 1
-    return _joined([part.rows(np.flatnonzero(~held)) for part in shards]), _joined(
-        [part.rows(np.flatnonzero(held)) for part in shards]
-    )
+def read_shards(*folders: tuple[Path, int]) -> tuple[Conversations, Conversations]:
+    """(to train on, held out) of the first so many shards of each, all in memory: about 140 bytes a token."""
+    learnt, kept = [], []
+    for folder, count in folders:
+        for number in range(count):
+            part = _read(shard(folder, number))
+            held = np.arange(len(part)) % HELD_OUT == min(len(part), HELD_OUT) - 1
+            learnt.append(part.rows(np.flatnonzero(~held)))
+            kept.append(part.rows(np.flatnonzero(held)))
+    return _joined(learnt), _joined(kept)
 
 
 def frequent(data: Conversations, vocab_size: int, count: int, always: tuple[int, ...]) -> NDArray[np.int64]:

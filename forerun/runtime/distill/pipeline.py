@@ -56,7 +56,7 @@ class DistillOptions:
 
     target: str
     out: Path
-    data: Path | None = None  # None: within `out`
+    data: tuple[Path, ...] = ()  # the first is written to, those after it only read; none: within `out`
     openings: Path | None = None  # how questions begin; None: as in openings.txt
     start: Path | None = None  # a draft of this target to go on from
     layers: str = "3"
@@ -106,7 +106,8 @@ class _Setting:
 
     @property
     def data(self) -> Path:
-        return self.asked.data or self.asked.out / "data"
+        """Where data are written."""
+        return self.asked.data[0] if self.asked.data else self.asked.out / "data"
 
     @property
     def training(self) -> Path:
@@ -127,8 +128,8 @@ def make_draft(asked: DistillOptions, console: Console) -> Evaluation:
     total = int(read_config(setting.folder).get_text_config(decoder=True).num_hidden_layers)
     layers = choose_layers(asked.layers, total)
     with _timed(seconds, "data"):
-        count = _write_data(setting)
-    data, held = read_shards(setting.data, count)
+        folders = _write_data(setting)
+    data, held = read_shards(*folders)
     with _timed(seconds, "training"):
         student, history = _train(setting, layers, data, held)
     name = Path(setting.folder).name if Path(asked.target).expanduser().is_dir() else asked.target
@@ -193,8 +194,8 @@ def _setting(asked: DistillOptions, console: Console) -> _Setting:
     return _Setting(asked, folder, text, turns, Openings.read(asked.openings or OWN, text), device, console)
 
 
-def _write_data(setting: _Setting) -> int:
-    """How many shards there are now."""
+def _write_data(setting: _Setting) -> list[tuple[Path, int]]:
+    """Folders of data, and how many shards each holds now."""
     asked = setting.asked
     plan = DataPlan(
         revision(setting.folder),
@@ -207,8 +208,9 @@ def _write_data(setting: _Setting) -> int:
     )
     count = plan.shards(asked.tokens)
     plan.fits(setting.data)  # before a model is loaded
+    folders = [(setting.data, count), *((folder, plan.goes_with(folder)) for folder in asked.data[1:])]
     if all(shard(setting.data, number).exists() for number in range(count)):
-        return count
+        return folders
     target = setting.load_target()
     if setting.device == "cpu":
         pack_linears(target)
@@ -225,7 +227,7 @@ def _write_data(setting: _Setting) -> int:
             lambda new: progress.advance(task, new),
             setting.openings,
         )
-    return count
+    return folders
 
 
 def _train(
