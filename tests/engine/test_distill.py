@@ -372,6 +372,30 @@ def test_the_distance_is_least_at_the_target() -> None:
         assert distance(torch.tensor([other], dtype=torch.float64).log(), slots, shares).item() > wanted + 1e-3
 
 
+@pytest.mark.parametrize("rows", [3, 128, 300])
+def test_the_distance_and_its_gradient_are_those_of_the_formula(rows: int) -> None:
+    made = torch.Generator().manual_seed(rows)
+    slots = torch.randn(rows, 40, generator=made).argsort(-1)[:, :6] - 2  # now and then outside the head
+    slots.clamp_(min=-1)
+    shares = torch.randn(rows, 6, generator=made).softmax(-1) * 0.9
+    few = 3.0 * torch.randn(rows, 40, generator=made)
+    few[0, slots[0].clamp(min=0)] += 60.0  # nothing is left for the others
+
+    def formula(logits: torch.Tensor) -> torch.Tensor:
+        inside = slots >= 0
+        p = shares * inside
+        log_q = logits.log_softmax(-1).gather(1, slots.clamp(min=0))
+        rest_q = (1 - (log_q.exp() * inside).sum(-1)).clamp(min=1e-6)
+        return -((p * log_q).sum(-1) + (1 - p.sum(-1)) * rest_q.log()).mean()
+
+    one, other = few.clone().requires_grad_(), few.clone().requires_grad_()
+    found, wanted = distance(one, slots, shares), formula(other)
+    found.backward()
+    wanted.backward()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+
+
 def test_every_pass_over_the_data_sees_all_rows_once() -> None:
     plan = TrainPlan(10, None, 4, 7)
     seen = np.concatenate([rows_of(at, 10, plan) for at in range(5)])
