@@ -144,14 +144,16 @@ class _Candidates:
     depth: list[int] = field(default_factory=list)
     reach: list[float] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)
-    parent: list[int] = field(default_factory=list)  # row of the tree
+    node: list[int] = field(default_factory=list)  # what stands for it among those of its owner; ROOT: the root
+    parent: list[int] = field(default_factory=list)
 
-    def add(self, owner: int, row: int, depth: int, reach: float, columns: int, parent: int) -> None:
+    def add(self, owner: int, row: int, depth: int, reach: float, columns: int, node: int, parent: int) -> None:
         self.owner.append(owner)
         self.row.append(row)
         self.depth.append(depth)
         self.reach.append(reach)
         self.tiles.append((columns + depth + TILE - 1) // TILE)
+        self.node.append(node)
         self.parent.append(parent)
 
 
@@ -166,12 +168,20 @@ def _nodes(paid: Sequence[Waiting[Key]], certain: int, load: Load, room: int, co
     for owner, item in enumerate(paid):
         if item.most_nodes > 0:
             columns = item.cached_len + item.debt
-            for row, depth, reach in _drawn(item) if _is_drawn(item) else _guessed(item):
-                parent = item.tree.parents[row] if row < len(item.tree) else row
-                found.add(owner, row, depth, reach, columns, parent)
+            if _is_drawn(item):  # a chain, also where it is not there
+                for row, depth, reach in _drawn(item):
+                    found.add(owner, row, depth, reach, columns, depth, depth - 1)
+            else:
+                for row, depth, reach in _guessed(item):
+                    found.add(owner, row, depth, reach, columns, row, item.tree.parents[row])
     ranked = _ranked(paid, found, room)
+    apart = _branches(ranked, found)
+    plans = [_paying(certain, load, ranked, apart, found, cost)]
+    if apart.any():  # a dear branch must not stand before what is cheap behind it
+        lines = _lines(ranked, apart, found)
+        plans.append(_paying(certain, load, lines, np.zeros(len(lines), dtype=np.bool_), found, cost))
     chosen: dict[Key, list[int]] = {}
-    for index in ranked[: _paying(certain, load, ranked, found, cost)]:
+    for index in max(plans, key=lambda plan: plan[0])[1]:
         item, row = paid[found.owner[index]], found.row[index]
         if row < len(item.tree):  # else a drawn node that was allowed for and is not there
             chosen.setdefault(item.key, []).append(row)
@@ -194,19 +204,24 @@ def _ranked(paid: Sequence[Waiting[Key]], found: _Candidates, room: int) -> list
     return ranked
 
 
-def _paying(certain: int, load: Load, ranked: list[int], found: _Candidates, cost: PassCost) -> int:
-    """How many of `ranked` to check: max of (certain + sum of reach) / seconds over every prefix.
+def _paying(
+    certain: int, load: Load, ranked: list[int], apart: NDArray[np.bool_], found: _Candidates, cost: PassCost
+) -> tuple[float, list[int]]:
+    """Which of `ranked` to check: max of (certain + sum of reach) / seconds over every prefix; that, and they.
 
     Over every one, since padding makes the cost a staircase: a node that opens a step may pay
-    only with those that stand on the same step.
+    only with those that stand on the same step. apart: [ranked] whether a node is a run of its own.
     """
     reach = np.array([found.reach[index] for index in ranked], dtype=np.float64)
     tiles = np.array([found.tiles[index] for index in ranked], dtype=np.int64)
-    seconds = cost.along(load, tiles, _branches(ranked, found), mixing=certain > 1)
-    if seconds[0] <= 0.0:
-        return int(np.count_nonzero(reach >= WORTH))
+    seconds = cost.along(load, tiles, apart, mixing=certain > 1)
     tokens = certain + np.concatenate(([0.0], np.cumsum(reach)))
-    return int(np.argmax(tokens / seconds))  # the first of equals: no row for nothing
+    if seconds[0] <= 0.0:
+        worthy = int(np.count_nonzero(reach >= WORTH))
+        return float(tokens[worthy]), ranked[:worthy]
+    rates = tokens / seconds
+    best = int(np.argmax(rates))  # the first of equals: no row for nothing
+    return float(rates[best]), ranked[:best]
 
 
 def _branches(ranked: list[int], found: _Candidates) -> NDArray[np.bool_]:
@@ -218,6 +233,18 @@ def _branches(ranked: list[int], found: _Candidates) -> NDArray[np.bool_]:
         apart.append(above in seen)
         seen.add(above)
     return np.array(apart, dtype=np.bool_)
+
+
+def _lines(ranked: list[int], apart: NDArray[np.bool_], found: _Candidates) -> list[int]:
+    """Of `ranked` those that are on no branch: of each sequence its likeliest line."""
+    kept: list[int] = []
+    on_line: set[tuple[int, int]] = set()
+    for index, branches in zip(ranked, apart.tolist(), strict=True):
+        owner, parent = found.owner[index], found.parent[index]
+        if not branches and (parent == ROOT or (owner, parent) in on_line):
+            on_line.add((owner, found.node[index]))
+            kept.append(index)
+    return kept
 
 
 def _guessed(item: Waiting[Key]) -> Iterator[tuple[int, int, float]]:
