@@ -12,9 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.core.noise import Domain, exponentials, uniform
+from forerun.core.noise import Domain, exponential, uniform, uniforms
 from forerun.core.params import Sampling
 from forerun.core.tree import NodeLaw
+
+_ROUNDED = 1.0 + 1e-9
+"""Above what rounding makes of a bound."""
+
+_VANISHES = 750.0
+"""exp(-this) is 0 in float64."""
 
 _NEAR = 1024
 """Rows this long are sorted first; a nucleus that needs more is sorted whole."""
@@ -43,8 +49,23 @@ class Law:
 
     def finish(self, seed: int, position: int, count: int, domain: Domain = Domain.COUPLED) -> list[int]:
         """The first `count` of the race, fewer if there are not so many."""
-        times = exponentials(seed, position, self.ids, domain) / self.probabilities
-        return [int(self.ids[place]) for place in _least(times, count)]
+        return [int(self.ids[place]) for place in self.places(seed, position, count, domain)]
+
+    def places(self, seed: int, position: int, count: int, domain: Domain = Domain.COUPLED) -> list[int]:
+        """Where those stand in `ids`.
+
+        A time is -log(1 - u) / p, never less than u / p. So only those are timed whose u / p is no more than the times
+        of the first by u / p: a logarithm for each of a vocabulary costs more than all the rest.
+        """
+        numbers = uniforms(seed, position, self.ids, domain)
+        bounds = numbers / self.probabilities
+        leaders = np.array(_least(bounds.copy(), count))
+        near = np.flatnonzero(bounds <= self._times(numbers, leaders).max() * _ROUNDED)
+        return [int(near[place]) for place in _least(self._times(numbers, near), count)]
+
+    def _times(self, numbers: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np.float64]:
+        times: NDArray[np.float64] = exponential(numbers[places]) / self.probabilities[places]
+        return times
 
 
 def greedy(logits: Logits) -> int:
@@ -89,6 +110,15 @@ def filtered(logits: Logits, sampling: Sampling) -> Law:
     top_p keeps the shortest prefix of the order whose mass reaches it; min_p keeps what has at least
     that fraction of the likeliest token's probability.
     """
+    alive = logits >= logits.max() - np.float32(_VANISHES * sampling.temperature)
+    if 2 * int(np.count_nonzero(alive)) < len(logits):  # most are banned, or outside a draft's head
+        places = np.flatnonzero(alive)
+        law = _filtered(logits[places], sampling)
+        return Law(places[law.ids], law.probabilities)
+    return _filtered(logits, sampling)
+
+
+def _filtered(logits: Logits, sampling: Sampling) -> Law:
     size = len(logits)
     mass: float | None = None  # of everything top_p sees; None: of the listed ids
     cut = True

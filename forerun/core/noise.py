@@ -17,6 +17,9 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
+_ROUNDS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+
+
 class Domain(IntEnum):
     COUPLED = 1  # shared by draft and target
     DRAFT = 2  # what a draft samples in rejection mode
@@ -36,13 +39,24 @@ def _stream(seed: int, position: int, domain: Domain) -> int:
 
 
 def uniforms(seed: int, position: int, ids: NDArray[np.int64], domain: Domain = Domain.COUPLED) -> NDArray[np.float64]:
-    """[len(ids)] float64 in (0, 1), 32 bits each and never 0: (h + 1/2) / 2**32."""
-    start = np.uint64(_stream(seed, position, domain))
-    value = start + (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    value = (value ^ (value >> np.uint64(31))) >> np.uint64(32)
-    return (value.astype(np.float64) + 0.5) * 2.0**-32
+    """[len(ids)] float64 in (0, 1), 32 bits each and never 0: (h + 1/2) / 2**32.
+
+    In place: for a whole vocabulary new arrays cost more than what is computed.
+    """
+    value = ids.astype(np.uint64)
+    value += np.uint64(1)
+    value *= np.uint64(_GAMMA)
+    value += np.uint64(_stream(seed, position, domain))
+    shifted = np.empty_like(value)
+    for shift, factor in _ROUNDS:
+        value ^= np.right_shift(value, shift, out=shifted)
+        value *= factor
+    value ^= np.right_shift(value, np.uint64(31), out=shifted)
+    value >>= np.uint64(32)
+    numbers = value.astype(np.float64)
+    numbers += 0.5
+    numbers *= 2.0**-32
+    return numbers
 
 
 def uniform(seed: int, position: int, domain: Domain) -> float:
@@ -54,4 +68,9 @@ def exponentials(
     seed: int, position: int, ids: NDArray[np.int64], domain: Domain = Domain.COUPLED
 ) -> NDArray[np.float64]:
     """[len(ids)] float64 of Exp(1): -log1p(-u), which is finest near 0, where the race is decided."""
-    return -np.log1p(-uniforms(seed, position, ids, domain))
+    return exponential(uniforms(seed, position, ids, domain))
+
+
+def exponential(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Uniform numbers in (0, 1) as Exp(1)."""
+    return -np.log1p(-numbers)

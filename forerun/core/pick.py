@@ -83,9 +83,10 @@ class Picker:
             return Guess(first, tuple(others), None, sure, _shares(sure, chances))
         law = filtered(logits, self.sampling)
         if not self.sampling.chain_only:
-            first, *others = law.finish(self.sampling.seed, position, 1 + OTHERS)
-            sure = law.of(first)
-            return Guess(first, tuple(others), None, sure, _shares(sure, [law.of(token) for token in others]))
+            places = law.places(self.sampling.seed, position, 1 + OTHERS)
+            first, *others = law.ids[places].tolist()
+            sure, *chances = law.probabilities[places].tolist()
+            return Guess(first, tuple(others), None, sure, _shares(sure, chances))
         sent = draft_law(law, DRAFT_TOP_K)
         first, _ = as_law(sent).race(self.sampling.seed, position, Domain.DRAFT)
         return Guess(first, (), sent)
