@@ -42,6 +42,7 @@ from forerun.runtime.distill.wide import WIDE
 from forerun.runtime.distill.writing import Conversations
 from forerun.runtime.folders import SINGLE
 from forerun.runtime.forward import TransformersModel
+from forerun.runtime.memory import keep_workspace
 from forerun.runtime.models import load_causal_lm, read_config, resolve, revision
 from forerun.runtime.packed import pack_linears
 from forerun.text import TextModel
@@ -122,6 +123,7 @@ class _Setting:
 def make_draft(asked: DistillOptions, console: Console) -> Evaluation:
     """Leave a draft in `asked.out`. Raises InvalidRequest or ModelRefused, saying what would be right."""
     asked.check()
+    keep_workspace()
     seconds: dict[str, float] = {}
     torch.set_num_threads(asked.threads)
     setting = _setting(asked, console)
