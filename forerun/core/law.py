@@ -85,7 +85,7 @@ def _least(values: NDArray[np.floating], count: int) -> list[int]:
     """
     found: list[int] = []
     while len(found) < count:
-        place = int(np.argmin(values))
+        place = int(values.argmin())
         if found and values[place] == np.inf:
             break
         found.append(place)

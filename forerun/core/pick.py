@@ -76,10 +76,10 @@ class Picker:
         logits = self._allowed(logits, position)
         if self.sampling.greedy:
             first, *others = likeliest(logits, 1 + OTHERS)
-            weights = np.exp(logits - logits[first])  # temperature 1
-            total = float(weights.sum())
-            chances = [float(weights[token]) / total for token in others]
-            sure = float(weights[first]) / total
+            weights = logits - logits[first]
+            np.exp(weights, out=weights)  # temperature 1
+            weights /= np.add.reduce(weights)
+            sure, *chances = weights[[first, *others]].tolist()
             return Guess(first, tuple(others), None, sure, _shares(sure, chances))
         law = filtered(logits, self.sampling)
         if not self.sampling.chain_only:
