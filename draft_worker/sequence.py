@@ -214,8 +214,10 @@ class DraftSequence:
         reach = tree.reach(row)
         if reach < FAINT:
             return
-        for token, score in zip(guess.others, self.acceptance.others(guess.sure, guess.shares), strict=True):
-            if reach * score >= FAINT and tree.child(row, token) is None:
+        least = FAINT / reach
+        scores = self.acceptance.others(guess.sure, guess.shares, least)
+        for token, score in zip(guess.others, scores, strict=False):
+            if score >= least and tree.child(row, token) is None:
                 self._offer(row, token, score)
 
     def _offer(self, parent: int, token: int, score: float, law: NodeLaw | None = None) -> None:

@@ -46,10 +46,15 @@ class Acceptance:
         """Chance that the likeliest child is picked. sure: its share by the draft; None: it was drawn."""
         return self._chance(0, sure)
 
-    def others(self, sure: float | None, shares: Sequence[float]) -> Iterator[float]:
-        """The same for the runners-up, each of which has its share of what those before it leave."""
+    def others(self, sure: float | None, shares: Sequence[float], least: float = 0.0) -> Iterator[float]:
+        """The same for the runners-up, each of which has its share of what those before it leave.
+
+        It ends where none of the rest can have `least`.
+        """
         left = 1.0 - self.first(sure)
         for rank, share in enumerate(shares, 1):
+            if left < least:
+                return
             chance = self._chance(rank, share)
             yield left * chance
             left *= 1.0 - chance

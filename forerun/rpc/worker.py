@@ -45,7 +45,7 @@ REFUSALS = {
 }
 RESOLVE_S = 5.0
 WELCOME_S = 10.0
-SWITCH_S = 2e-4
+SWITCH_S = 5e-4
 """Most that the engine's Python keeps the stream waiting: what it said is on its way while it plans the next step."""
 
 STOP_S = 10.0

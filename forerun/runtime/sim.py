@@ -29,6 +29,9 @@ PREFIX = "sim:"
 _SEQUENCES = 64
 """For how many sequences of full length there is KV unless said."""
 
+EARLY_S = 2e-4
+"""So long before a pass is over its process is awake."""
+
 _PEAK = 30.0
 """Logit of the right token: no temperature up to 2 makes another one likely."""
 
@@ -80,6 +83,14 @@ class SimSpec:
         return spec
 
 
+def _sleep(seconds: float) -> None:
+    """As long as is said: a system wakes a process a little late, and a step of a draft is short."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - EARLY_S))
+    while time.perf_counter() < end:
+        pass
+
+
 class SimModel:
     """`Model` without weights: its KV holds token ids. A draft's passes take `step`, and its guesses may be wrong."""
 
@@ -87,7 +98,7 @@ class SimModel:
         self,
         spec: SimSpec,
         draft: bool,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = _sleep,
         pages: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

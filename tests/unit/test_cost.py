@@ -206,3 +206,14 @@ def test_what_decoding_takes_is_not_learned_from_passes_that_prompts_prolong() -
     for _ in range(40):
         cost.observe(decoding, 1.5 * before)
     assert cost.alone(decoding) == cost.seconds(decoding) == pytest.approx(1.5 * before, rel=0.1)
+
+
+def test_a_plan_reads_the_curve_as_a_pass_does() -> None:
+    """Also after it has bent, and beyond its last knot."""
+    cost = PassCost([(1, 1.0), (8, 1.5), (64, 3.0)], tile_s=0.01, row_tile_s=0.002)
+    for _ in range(3):
+        for rows in (1, 5, 250):
+            along = cost.along(Load.of_run(rows, 100), np.ones(12, np.int64), np.zeros(12, np.bool_))
+            loads = [Load.of_run(rows, 100) + Load(k, 0, k) for k in range(13)]
+            assert along == pytest.approx([cost.seconds(load) for load in loads])
+        cost.observe(Load.of_run(6, 10), 2.5)
