@@ -70,7 +70,7 @@ async def test_real_workers_say_the_same_with_and_without_speculation() -> None:
     """bfloat16, the demo model, three processes, greedy and sampled."""
     async with started(UpOptions(port=0, quiet=True)) as running, Client(running.address) as client:
         info = await client.model_info()
-        assert (info.model, set(info.sources)) == ("demo", {"early_exit", "ngram"})
+        assert (info.model, set(info.sources)) == ("demo", {"distilled", "ngram"})
         for temperature in (0.0, 0.8):
             asked: dict[str, Any] = {"temperature": temperature, "seed": 5, "max_tokens": 48}
             prompt = "List the numbers from one to ten, then list them again."

@@ -73,11 +73,7 @@ def card(made: Making, result: Evaluation) -> str:
     ]
     table = "\n".join(f"| {name} | {_agreement(found)} |" for name, found in rows)
     written = made.conversations + made.held_out
-    before = (
-        f"\nIt began as a draft of which the same section said:\n\n> {quoted}\n"
-        if (quoted := _quoted(made.before))
-        else ""
-    )
+    before = f"\nIt began as a draft of which the same section says:\n\n{_quoted(made.before)}\n" if made.before else ""
     warmths = ", ".join(f"{warmth:g}" for warmth in made.temperatures)
     return f"""{front}# A draft for {made.target}
 

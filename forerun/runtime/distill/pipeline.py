@@ -152,7 +152,7 @@ def make_draft(asked: DistillOptions, console: Console) -> Evaluation:
         tokens=data.tokens.size + held.tokens.size,
         held_out=len(held),
         conversations=len(data),
-        temperatures=asked.temperatures,
+        temperatures=sorted({*data.temperatures.tolist()}),
         steps=history[-1].step,
         rows=asked.rows,
         seed=asked.seed,
