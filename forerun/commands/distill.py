@@ -45,6 +45,7 @@ def distill(
 ) -> None:
     """Make a small draft for a target, trained on what the target writes and thinks; no other data."""
     from forerun.runtime.distill.pipeline import DistillOptions, make_draft
+    from forerun.runtime.memory import keep_workspace
 
     console = Console(stderr=True)
     try:
@@ -70,6 +71,7 @@ def distill(
             device=device,
             resume=resume,
         )
+        keep_workspace()
         result = make_draft(asked, console)
     except ForerunError as error:
         print(f"forerun: {error}", file=sys.stderr)

@@ -19,6 +19,9 @@ from forerun.core.tree import NodeLaw
 _ROUNDED = 1.0 + 1e-9
 """Above what rounding makes of a bound."""
 
+_MOST = float(np.finfo(np.float64).max) / 2
+"""Later than this nothing comes in."""
+
 _VANISHES = 750.0
 """exp(-this) is 0 in float64."""
 
@@ -58,13 +61,15 @@ class Law:
         of the first by u / p: a logarithm for each of a vocabulary costs more than all the rest.
         """
         numbers = uniforms(seed, position, self.ids, domain)
-        bounds = numbers / self.probabilities
+        with np.errstate(over="ignore"):  # by a chance of next to nothing: never first, unless there is nothing else
+            bounds = np.minimum(numbers / self.probabilities, _MOST)
         leaders = np.array(_least(bounds.copy(), count))
         near = np.flatnonzero(bounds <= self._times(numbers, leaders).max() * _ROUNDED)
         return [int(near[place]) for place in _least(self._times(numbers, near), count)]
 
     def _times(self, numbers: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np.float64]:
-        times: NDArray[np.float64] = exponential(numbers[places]) / self.probabilities[places]
+        with np.errstate(over="ignore"):
+            times: NDArray[np.float64] = np.minimum(exponential(numbers[places]) / self.probabilities[places], _MOST)
         return times
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forerun.core.cost import Load, PassCost
 from forerun.core.pages import TILE
@@ -144,7 +143,7 @@ class _Candidates:
     depth: list[int] = field(default_factory=list)
     reach: list[float] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)
-    node: list[int] = field(default_factory=list)  # what stands for it among those of its owner; ROOT: the root
+    node: list[int] = field(default_factory=list)  # row of the tree, or the depth of a drawn one
     parent: list[int] = field(default_factory=list)
 
     def add(self, owner: int, row: int, depth: int, reach: float, columns: int, node: int, parent: int) -> None:
@@ -158,7 +157,7 @@ class _Candidates:
 
 
 def _nodes(paid: Sequence[Waiting[Key]], certain: int, load: Load, room: int, cost: PassCost) -> dict[Key, list[int]]:
-    """Rows to check by key: of all nodes, best first, the prefix that is expected to commit most per second.
+    """Rows to check by key: of all nodes, or of all lines, best first, the prefix expected to commit most per second.
 
     certain: tokens that a pass of `load` commits without any.
     """
@@ -174,12 +173,11 @@ def _nodes(paid: Sequence[Waiting[Key]], certain: int, load: Load, room: int, co
             else:
                 for row, depth, reach in _guessed(item):
                     found.add(owner, row, depth, reach, columns, row, item.tree.parents[row])
-    ranked = _ranked(paid, found, room)
-    apart = _branches(ranked, found)
-    plans = [_paying(certain, load, ranked, apart, found, cost)]
-    if apart.any():  # a dear branch must not stand before what is cheap behind it
-        lines = _lines(ranked, apart, found)
-        plans.append(_paying(certain, load, lines, np.zeros(len(lines), dtype=np.bool_), found, cost))
+    order = _order(found)
+    orders = [order]
+    if any(_branches(order, found)):  # a dear branch must not stand before what is cheap behind it
+        orders.append(_lines(order, found))
+    plans = [_paying(certain, load, _within(paid, found, each, room), found, cost) for each in orders]
     chosen: dict[Key, list[int]] = {}
     for index in max(plans, key=lambda plan: plan[0])[1]:
         item, row = paid[found.owner[index]], found.row[index]
@@ -188,33 +186,36 @@ def _nodes(paid: Sequence[Waiting[Key]], certain: int, load: Load, room: int, co
     return chosen
 
 
-def _ranked(paid: Sequence[Waiting[Key]], found: _Candidates, room: int) -> list[int]:
-    """The best `room` candidates, by reach, then depth, then row: so ancestors come first."""
+def _order(found: _Candidates) -> list[int]:
+    """All candidates, by reach, then depth, then row: so ancestors come first."""
     depths, reach = np.array(found.depth, dtype=np.int64), np.array(found.reach, dtype=np.float64)
-    order = np.lexsort((depths, -reach))  # stable, so rows of equals stay in order
+    order: list[int] = np.lexsort((depths, -reach)).tolist()  # stable, so rows of equals stay in order
+    return order
+
+
+def _within(paid: Sequence[Waiting[Key]], found: _Candidates, order: list[int], room: int) -> list[int]:
+    """The first `room` of `order`, of each sequence as many as it may have."""
     left = [item.most_nodes for item in paid]
-    ranked: list[int] = []
-    for index in order.tolist():
+    kept: list[int] = []
+    for index in order:
         owner = found.owner[index]
         if left[owner] > 0:
             left[owner] -= 1
-            ranked.append(index)
-            if len(ranked) == room:
+            kept.append(index)
+            if len(kept) == room:
                 break
-    return ranked
+    return kept
 
 
-def _paying(
-    certain: int, load: Load, ranked: list[int], apart: NDArray[np.bool_], found: _Candidates, cost: PassCost
-) -> tuple[float, list[int]]:
-    """Which of `ranked` to check: max of (certain + sum of reach) / seconds over every prefix; that, and they.
+def _paying(certain: int, load: Load, ranked: list[int], found: _Candidates, cost: PassCost) -> tuple[float, list[int]]:
+    """(tokens per second, the nodes to check): the best (certain + sum of reach) / seconds over every prefix.
 
     Over every one, since padding makes the cost a staircase: a node that opens a step may pay
-    only with those that stand on the same step. apart: [ranked] whether a node is a run of its own.
+    only with those that stand on the same step. While no cost is known the tokens stand for the rate.
     """
     reach = np.array([found.reach[index] for index in ranked], dtype=np.float64)
     tiles = np.array([found.tiles[index] for index in ranked], dtype=np.int64)
-    seconds = cost.along(load, tiles, apart, mixing=certain > 1)
+    seconds = cost.along(load, tiles, np.array(_branches(ranked, found), dtype=np.bool_), mixing=certain > 1)
     tokens = certain + np.concatenate(([0.0], np.cumsum(reach)))
     if seconds[0] <= 0.0:
         worthy = int(np.count_nonzero(reach >= WORTH))
@@ -224,7 +225,7 @@ def _paying(
     return float(rates[best]), ranked[:best]
 
 
-def _branches(ranked: list[int], found: _Candidates) -> NDArray[np.bool_]:
+def _branches(ranked: list[int], found: _Candidates) -> list[bool]:
     """[ranked] whether a node is a run of its own: another child of its parent comes before it."""
     seen: set[tuple[int, int]] = set()
     apart = []
@@ -232,14 +233,14 @@ def _branches(ranked: list[int], found: _Candidates) -> NDArray[np.bool_]:
         above = found.owner[index], found.parent[index]
         apart.append(above in seen)
         seen.add(above)
-    return np.array(apart, dtype=np.bool_)
+    return apart
 
 
-def _lines(ranked: list[int], apart: NDArray[np.bool_], found: _Candidates) -> list[int]:
+def _lines(ranked: list[int], found: _Candidates) -> list[int]:
     """Of `ranked` those that are on no branch: of each sequence its likeliest line."""
     kept: list[int] = []
     on_line: set[tuple[int, int]] = set()
-    for index, branches in zip(ranked, apart.tolist(), strict=True):
+    for index, branches in zip(ranked, _branches(ranked, found), strict=True):
         owner, parent = found.owner[index], found.parent[index]
         if not branches and (parent == ROOT or (owner, parent) in on_line):
             on_line.add((owner, found.node[index]))

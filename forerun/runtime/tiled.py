@@ -28,8 +28,8 @@ from forerun.runtime.batch import Batch, Ints
 _LEAST_LINES = 4
 _MOST_SLICES = 6
 _FEW_TILES = 4
-_FEW_RUNS, _FEW_ROWS = 4, 4
-"""Of so few runs those of so few rows are one group: a group's operations cost more than the lines that it repeats."""
+_FEW_PIECES, _FEW_ROWS = 4, 4
+"""So few pieces of so few rows and pages are one group: its operations cost more than the lines that it repeats."""
 
 SCORES_BYTES = 32 << 20
 """Of the scores that are computed at once, as far as one row of one run allows. A pass has some copies of them."""
@@ -290,13 +290,13 @@ class Pieces:
 
 def group(batch: Batch, heads: int, kv_heads: int, block: int) -> list[Group]:
     """Pieces by their numbers of rows and pages, each up to four times that of the shortest. A few pages are as one,
-    and a few rows of few runs.
+    and a few rows of few pieces.
 
     block: entries that are computed together.
     """
     pieces = Pieces.of(batch, heads)
     buckets: dict[tuple[int, int], list[int]] = {}
-    least = _FEW_ROWS if len(pieces.rows) <= _FEW_RUNS else 1
+    least = _FEW_ROWS if len(pieces.rows) <= _FEW_PIECES and int(pieces.tiles.max()) <= _FEW_TILES else 1
     for piece, (rows, tiles) in enumerate(zip(pieces.rows.tolist(), pieces.tiles.tolist(), strict=True)):
         buckets.setdefault((_bucket(max(least, rows)), _bucket(max(_FEW_TILES, tiles))), []).append(piece)
     groups = []

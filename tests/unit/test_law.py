@@ -376,3 +376,18 @@ def test_sampling_parameters_do_not_leak_between_calls() -> None:
     for change in ({"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.9}, {"temperature": 0.1}):
         filtered(logits, replace(Sampling(), **change))
         assert as_dict(filtered(logits, Sampling())) == plain
+
+
+def test_a_chance_of_next_to_nothing_overflows_nothing() -> None:
+    law = filtered(row(0.0, -14.8, -14.8), Sampling(temperature=0.02))
+    assert 0.0 < law.of(1) < 1e-300
+    assert law.finish(3, 7, 3)[0] == 0 and sorted(law.finish(3, 7, 3)) == [0, 1, 2]
+
+
+def test_what_vanishes_is_left_out_and_nothing_else() -> None:
+    """Most of a row far below its peak, at a finite distance."""
+    logits = np.full(3000, -800.0, dtype=np.float32)
+    logits[[5, 1000, 2999]] = [0.0, -1.0, -700.0]
+    law = filtered(logits, Sampling(temperature=1.0))
+    assert law.ids.tolist() == [5, 1000, 2999]
+    assert law.of(2999) == pytest.approx(math.exp(-700.0) / (1.0 + math.exp(-1.0)))

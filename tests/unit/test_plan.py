@@ -123,6 +123,8 @@ def test_a_dear_branch_does_not_stand_before_what_is_cheap_behind_it() -> None:
     tree.add(tree.add(ROOT, 98, 0.35), 99, 0.9)
     dear = PassCost([(1, 1.0), (65, 1.1)], branch_s=0.9)
     assert nodes_of(plan_pass([decoding("a", tree)], 100, 64, dear)) == {"a": (1, 2)}
+    assert nodes_of(plan_pass([decoding("a", tree, most_nodes=2)], 100, 64, dear)) == {"a": (1, 2)}
+    assert nodes_of(plan_pass([decoding("a", tree)], 3, 64, dear)) == {"a": (1, 2)}
     fair = PassCost([(1, 1.0), (65, 1.1)], branch_s=0.2)
     assert nodes_of(plan_pass([decoding("a", tree)], 100, 64, fair)) == {"a": (1, 2, 3, 4)}
 

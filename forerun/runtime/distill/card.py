@@ -41,13 +41,14 @@ class Making:
     machine: str
     dtype: str
     openings: int  # ways that questions begin
-    before: str  # data and cost of the draft it began as, "" if it began as the target's layers
+    before: str | None  # data and cost of the draft it began as, "" if not told; None: it began as the target's layers
 
 
 def history_of(folder: Path) -> str:
     """What the card of the draft in `folder` says of its data and cost; "" without one."""
     path = folder / CARD
-    return path.read_text(encoding="utf-8").partition(f"{COST}\n\n")[2].strip() if path.is_file() else ""
+    told = path.read_text(encoding="utf-8").partition(f"{COST}\n\n")[2] if path.is_file() else ""
+    return told.partition("\n## ")[0].strip()
 
 
 def licence_of(folder: Path) -> str | None:
@@ -73,7 +74,10 @@ def card(made: Making, result: Evaluation) -> str:
     ]
     table = "\n".join(f"| {name} | {_agreement(found)} |" for name, found in rows)
     written = made.conversations + made.held_out
-    before = f"\nIt began as a draft of which the same section says:\n\n{_quoted(made.before)}\n" if made.before else ""
+    before = "" if made.before is None else "\nIt began as another draft of this target"
+    before += (
+        f", of which the same section says:\n\n{_quoted(made.before)}\n" if made.before else ".\n" if before else ""
+    )
     warmths = ", ".join(f"{warmth:g}" for warmth in made.temperatures)
     return f"""{front}# A draft for {made.target}
 
@@ -105,7 +109,7 @@ A step takes {result.draft_ms:.2f} ms, a pass of the target {result.target_ms:.2
 
 {COST}
 
-No text from outside, and no benchmark prompts: the target wrote both sides of {written} conversations within its own
+No text from outside but the first words of questions, and no benchmark prompts: the target wrote both sides of {written} conversations within its own
 chat template, {made.tokens} tokens with the template's; questions at temperature 1, answers at {warmths}. Of most
 questions the first words were given, of {made.openings} kinds; texts within them are other answers of the target.
 {made.steps} steps of {made.rows} conversations on the target's distributions, seed {made.seed}.

@@ -51,7 +51,7 @@ class DataPlan:
 
     def fits(self, folder: Path) -> None:
         """Claims `folder` for this plan. Raises InvalidRequest if it holds data of another one."""
-        wanted = json.loads(json.dumps({"format": FORMAT, "kept": KEPT} | asdict(self)))
+        wanted = self._stated()
         path = folder / ABOUT
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -59,36 +59,51 @@ class DataPlan:
             return
         _compare(folder, wanted, "ask for the former, or name another folder for the data")
 
+    def _stated(self) -> dict[str, Any]:
+        """As it is in about.json."""
+        stated: dict[str, Any] = json.loads(json.dumps(_COMMON | asdict(self)))
+        return stated
+
     def goes_with(self, folder: Path) -> int:
         """How many shards `folder` holds, which may differ in how they were asked for, not in what a row is.
 
         Raises InvalidRequest: none, or of another target, dtype or length.
         """
-        same = {"format": FORMAT, "kept": KEPT} | {name: getattr(self, name) for name in ROW}
         if not (folder / ABOUT).exists():
             raise InvalidRequest(f"{folder} holds no data; only the first folder named is written to")
-        _compare(folder, same, "they cannot be trained on together")
+        _compare(folder, _COMMON | {name: getattr(self, name) for name in ROW}, "they cannot be trained on together")
+        if all(_read_about(folder).get(name, _BEFORE.get(name)) == value for name, value in self._stated().items()):
+            raise InvalidRequest(f"{folder} is made with the same seed and options as the first: the same data again")
         count = next(number for number in itertools.count() if not shard(folder, number).exists())
         if not count:
             raise InvalidRequest(f"{folder} holds no shard yet")
         return count
 
 
+_COMMON = {"format": FORMAT, "kept": KEPT}
+_BEFORE = {"openings": ""}
+"""What data were made with that do not say."""
+
 ROW = ("target_revision", "dtype", "length")
 """Of a plan, what rows that are trained on together share."""
 
 
 def _compare(folder: Path, wanted: dict[str, Any], advice: str) -> None:
+    found = _read_about(folder)
+    for name, value in wanted.items():
+        theirs = found.get(name, _BEFORE.get(name))
+        if theirs != value:
+            raise InvalidRequest(
+                f"{folder} holds data made with {name} {theirs!r}, and {value!r} was asked for; {advice}"
+            )
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
     path = folder / ABOUT
     try:
-        found: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"{path} is not JSON: {error}; name another folder for the data") from error
-    for name, value in wanted.items():
-        if found.get(name) != value:
-            raise InvalidRequest(
-                f"{folder} holds data made with {name} {found.get(name)!r}, and {value!r} was asked for; {advice}"
-            )
 
 
 def shard(folder: Path, number: int) -> Path:
@@ -107,7 +122,8 @@ def write_shards(
 ) -> None:
     """Write those of the first `count` shards that are not there. told: hears of tokens as they come to be there.
 
-    openings: those whose digest the plan has. Documents within them are answers of the shard before.
+    openings: those whose digest the plan has. Documents within them are answers of the shard before that are trained
+    on: what is held out stands nowhere else.
     """
     plan.fits(folder)
     room = plan.length - len(turns.opening) - len(turns.to_answer)
@@ -117,7 +133,7 @@ def write_shards(
             told(plan.shard_tokens)
             continue
         seed = (plan.seed, number)
-        documents = documents_of(_read(shard(folder, number - 1))) if number and openings else []
+        documents = documents_of(_parted(_read(shard(folder, number - 1)))[0]) if number and openings else []
         begun = openings.begin(plan.rows, room, documents, seed) if openings else []
         made = write(target, turns, vocab_size, plan.rows, plan.length, plan.temperatures, seed, told, begun)
         small = np.uint16 if vocab_size <= 1 << 16 else np.int32
@@ -133,14 +149,19 @@ def write_shards(
 
 def read_shards(*folders: tuple[Path, int]) -> tuple[Conversations, Conversations]:
     """(to train on, held out) of the first so many shards of each, all in memory: about 140 bytes a token."""
-    learnt, kept = [], []
+    learnt: list[Conversations] = []
+    kept: list[Conversations] = []
     for folder, count in folders:
         for number in range(count):
-            part = _read(shard(folder, number))
-            held = np.arange(len(part)) % HELD_OUT == min(len(part), HELD_OUT) - 1
-            learnt.append(part.rows(np.flatnonzero(~held)))
-            kept.append(part.rows(np.flatnonzero(held)))
+            for parts, part in zip((learnt, kept), _parted(_read(shard(folder, number))), strict=True):
+                parts.append(part)
     return _joined(learnt), _joined(kept)
+
+
+def _parted(data: Conversations) -> tuple[Conversations, Conversations]:
+    """(to train on, held out) of a shard."""
+    held = np.arange(len(data)) % HELD_OUT == min(len(data), HELD_OUT) - 1
+    return data.rows(np.flatnonzero(~held)), data.rows(np.flatnonzero(held))
 
 
 def frequent(data: Conversations, vocab_size: int, count: int, always: tuple[int, ...]) -> NDArray[np.int64]:

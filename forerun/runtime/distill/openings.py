@@ -45,7 +45,7 @@ class Openings:
             written = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"the openings in {path} cannot be read: {error}") from error
-        lines = [line.rstrip("\r\n").replace("\\n", "\n") for line in written.splitlines() if line.strip()]
+        lines = [line.replace("\\n", "\n") for line in written.splitlines() if line.strip()]
         if not lines:
             raise InvalidRequest(f"{path} holds no opening; it needs a line for each")
         parts = []
@@ -63,8 +63,11 @@ class Openings:
     ) -> list[Beginning]:
         """One for each of `rows` rows with `room` tokens each. Openings with a document need `documents`."""
         random = np.random.default_rng((*seed, 1))
-        usable = [line for line in self.lines if line[1] is None or documents]
         room = int(room * ROOM)
+        fits = [
+            line for line in self.lines if len(line[0]) + len(line[1] or ()) <= room - SHORTEST * (line[1] is not None)
+        ]
+        usable = [line for line in fits if line[1] is None or documents]
         begun = []
         for _ in range(rows):
             if not usable or random.random() >= BEGUN:
@@ -75,13 +78,13 @@ class Openings:
             if after is not None:
                 wanted = int(random.integers(room // 3, room + 1)) - len(before) - len(after)
                 order = random.permutation(len(documents))
-                given += _joined([documents[at] for at in order], max(1, wanted)) + after
-            begun.append(Beginning(given[:room], complete=after == ()))
+                given += _joined([documents[at] for at in order], max(SHORTEST, wanted)) + after
+            begun.append(Beginning(given, complete=after == ()))
         return begun
 
 
 def documents_of(data: Conversations) -> list[NDArray[np.int64]]:
-    """What the target said in one go, without the token that ended it."""
+    """What the target said in one go, also where it was cut off, without its last token: that one may be an end."""
     found = []
     for tokens, kinds in zip(data.tokens, data.kinds, strict=True):
         edges = np.flatnonzero(np.diff(kinds)) + 1

@@ -31,6 +31,7 @@ from forerun.runtime.distill.openings import OWN, Openings
 from forerun.runtime.distill.student import (
     Student,
     begin_from,
+    check_start,
     choose_layers,
     load_student,
     save_student,
@@ -42,7 +43,6 @@ from forerun.runtime.distill.wide import WIDE
 from forerun.runtime.distill.writing import Conversations
 from forerun.runtime.folders import SINGLE
 from forerun.runtime.forward import TransformersModel
-from forerun.runtime.memory import keep_workspace
 from forerun.runtime.models import load_causal_lm, read_config, resolve, revision
 from forerun.runtime.packed import pack_linears
 from forerun.text import TextModel
@@ -89,6 +89,11 @@ class DistillOptions:
             raise InvalidRequest(f"temperatures are numbers of 0 to 2, at least one, not {list(self.temperatures)}")
         if not 0.0 < self.learning_rate <= 0.1:
             raise InvalidRequest(f"a learning rate is above 0 and at most 0.1, not {self.learning_rate:g}")
+        folders = [folder.resolve() for folder in self.data]
+        if len(set(folders)) < len(folders):
+            raise InvalidRequest(f"a folder of data is named twice among {', '.join(map(str, self.data))}")
+        if self.start is not None and self.start.resolve() == self.out.resolve():
+            raise InvalidRequest(f"{self.out} is the draft to go on from and would be overwritten; name another --out")
         if self.target.startswith("sim:"):
             raise InvalidRequest(f"{self.target!r} is simulated: it has no layers to make a draft of")
 
@@ -123,12 +128,13 @@ class _Setting:
 def make_draft(asked: DistillOptions, console: Console) -> Evaluation:
     """Leave a draft in `asked.out`. Raises InvalidRequest or ModelRefused, saying what would be right."""
     asked.check()
-    keep_workspace()
     seconds: dict[str, float] = {}
     torch.set_num_threads(asked.threads)
     setting = _setting(asked, console)
     total = int(read_config(setting.folder).get_text_config(decoder=True).num_hidden_layers)
     layers = choose_layers(asked.layers, total)
+    if asked.start is not None:
+        check_start(str(asked.start), setting.folder, layers)  # before hours of data are written
     with _timed(seconds, "data"):
         folders = _write_data(setting)
     data, held = read_shards(*folders)
@@ -160,7 +166,7 @@ def make_draft(asked: DistillOptions, console: Console) -> Evaluation:
         machine=f"{setting.device}, {platform.machine()}, {asked.threads} threads",
         dtype=asked.dtype,
         openings=len(setting.openings.lines),
-        before=history_of(asked.start) if asked.start else "",
+        before=history_of(asked.start) if asked.start else None,
     )
     (asked.out / CARD).write_text(card(made, result), encoding="utf-8")
     (asked.out / PLOT).write_text(plot(history, f"a draft of {name}: {made.tokens} tokens"), encoding="utf-8")
@@ -209,8 +215,9 @@ def _write_data(setting: _Setting) -> list[tuple[Path, int]]:
         setting.openings.digest,
     )
     count = plan.shards(asked.tokens)
+    others = [(folder, plan.goes_with(folder)) for folder in asked.data[1:]]
     plan.fits(setting.data)  # before a model is loaded
-    folders = [(setting.data, count), *((folder, plan.goes_with(folder)) for folder in asked.data[1:])]
+    folders = [(setting.data, count), *others]
     if all(shard(setting.data, number).exists() for number in range(count)):
         return folders
     target = setting.load_target()

@@ -92,17 +92,24 @@ def student_of(target: PreTrainedModel, layers: Sequence[int], ids: Sequence[int
     return student
 
 
+def check_start(folder: str, target_folder: str, layers: Sequence[int]) -> None:
+    """Raises ModelRefused: `folder` is no draft of this target, or one of other layers."""
+    draft = read_draft(folder)
+    _check_revision(folder, draft, target_folder)
+    if draft.layers != tuple(layers):
+        theirs, own = (",".join(map(str, numbers)) for numbers in (draft.layers, layers))
+        raise ModelRefused(
+            f"{folder} has the layers {theirs} of its target, and {own} were asked for; say --layers {theirs}, or "
+            "begin without it"
+        )
+
+
 def begin_from(student: Student, folder: str, target_folder: str, layers: Sequence[int]) -> None:
     """Give it the weights of the draft in `folder`; rows of its head that that one lacks stay the target's.
 
     Raises ModelRefused: not a draft of this target, or of other layers.
     """
-    found = read_draft(folder).layers
-    if tuple(found) != tuple(layers):
-        raise ModelRefused(
-            f"{folder} has the layers {','.join(map(str, found))} of its target, and {','.join(map(str, layers))} were "
-            f"asked for; say --layers {','.join(map(str, found))}, or begin without it"
-        )
+    check_start(folder, target_folder, layers)
     former = load_student(folder, target_folder, "float32")
     theirs, head = former.own(), _head(student.model)
     rows = {int(token): row for row, token in enumerate(former.ids)}
@@ -143,12 +150,7 @@ def load_student(
     if dtype not in DTYPES:
         raise ModelRefused(f"dtype {dtype!r} is not known; one of: {', '.join(DTYPES)}")
     draft = read_draft(folder)
-    found = revision(target_folder)
-    if found != draft.target_revision:
-        raise ModelRefused(
-            f"{folder} was made for {draft.target} of revision {draft.target_revision}, and {target_folder} is of "
-            f"revision {found}; name that target, or make a draft for this one with `forerun distill`"
-        )
+    _check_revision(folder, draft, target_folder)
     entries = read_entries(folder)
     config = read_config(folder)
     kind: torch.dtype = getattr(torch, dtype)
@@ -174,6 +176,15 @@ def load_student(
     student.ids.copy_(ids)
     _share(student.model, load_causal_lm(target_folder, dtype, layers=1))
     return student.eval().requires_grad_(False)
+
+
+def _check_revision(folder: str, draft: Draft, target_folder: str) -> None:
+    found = revision(target_folder)
+    if found != draft.target_revision:
+        raise ModelRefused(
+            f"{folder} was made for {draft.target} of revision {draft.target_revision}, and {target_folder} is of "
+            f"revision {found}; name that target, or make a draft for this one with `forerun distill`"
+        )
 
 
 def expanded(student: Student) -> PreTrainedModel:
