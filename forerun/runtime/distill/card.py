@@ -109,8 +109,9 @@ A step takes {result.draft_ms:.2f} ms, a pass of the target {result.target_ms:.2
 
 {COST}
 
-No text from outside but the first words of questions, and no benchmark prompts: the target wrote both sides of {written} conversations within its own
-chat template, {made.tokens} tokens with the template's; questions at temperature 1, answers at {warmths}. Of most
+No text from outside but the first words of questions, and no benchmark prompts: the target wrote both sides of
+{written} conversations within its own chat template, {made.tokens} tokens with the template's; questions at
+temperature 1, answers at {warmths}. Of most
 questions the first words were given, of {made.openings} kinds; texts within them are other answers of the target.
 {made.steps} steps of {made.rows} conversations on the target's distributions, seed {made.seed}.
 Time of the run that finished it: {seconds}.
