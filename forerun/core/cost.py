@@ -75,7 +75,7 @@ class PassCost:
     and the first pass observed sets the scale. What is read never falls with rows, tiles or row_tiles.
     """
 
-    __slots__ = ("_calm", "_covariance", "_curve", "_doubt", "_knots", "_mixed_s", "_read", "_seen", "_state", "_whole")
+    __slots__ = ("_calm", "_covariance", "_curve", "_doubt", "_knots", "_mixed_s", "_read", "_seen", "_state")
 
     def __init__(
         self,
@@ -92,8 +92,7 @@ class PassCost:
         self._seen = np.array([MEASURED if rows in measured else PRESUMED for rows in self._knots])  # [knots]
         self._state: Floats = np.array([1.0, max(tile_s, 0.0), max(row_tile_s, 0.0), max(branch_s, 0.0)])
         self._calm = self._state.copy()  # as it was in the last pass without prompts
-        self._read: Floats | None = None  # [knots] the curve as read: never falling
-        self._whole: Floats | None = None  # [rows] the same at every number of rows; None: look again
+        self._read: Floats | None = None  # [rows] the curve as read, at 0, 1, ... rows: never falling
         self._settle_doubt()
 
     @property
@@ -127,7 +126,7 @@ class PassCost:
         row_tiles = load.row_tiles + np.concatenate(([0], np.cumsum(node_tiles)))
         if not self.known:
             return np.zeros(len(row_tiles))
-        seconds: Floats = pace * self._from_rows(load.rows, len(row_tiles)) + tile_s * load.tiles
+        seconds: Floats = pace * self._by_rows(load.rows, len(row_tiles)) + tile_s * load.tiles
         seconds += row_tile_s * row_tiles
         seconds += pace * self._mixed_s * load.mixed + branch_s * load.branches
         seconds[1:] += np.cumsum(branches * (branch_s + tile_s * node_tiles))
@@ -141,7 +140,7 @@ class PassCost:
             return
         if not self.known:
             self._curve = _fill(self._knots, [(load.rows, seconds)])
-            self._read = self._whole = None
+            self._read = None
             self._settle_doubt()
         features, near = self._features(load), self._near(load.rows)
         expected = float(features @ self._state)
@@ -161,21 +160,18 @@ class PassCost:
 
     def _features(self, load: Load) -> Floats:
         """What the state is multiplied with, [4]."""
-        curve = self._by_rows(np.array([load.rows], np.float64))[0] + self._mixed_s * load.mixed
+        curve = self._by_rows(load.rows, 1)[0] + self._mixed_s * load.mixed
         return np.array([curve, load.tiles, load.row_tiles, load.branches])
 
-    def _by_rows(self, rows: Floats) -> Floats:
-        if self._read is None:
-            self._read = _never_falling(self._curve, self._seen)
-        return _interpolate(rows, self._knots, self._read)
-
-    def _from_rows(self, rows: int, count: int) -> Floats:
-        """[count] of `rows` and each number of rows after it: the whole curve is read once, until it bends."""
-        if self._whole is None:
-            self._whole = self._by_rows(np.arange(KNOTS[-1] + 1, dtype=np.float64))
-        if rows + count <= len(self._whole):
-            return self._whole[rows : rows + count]
-        return self._by_rows(rows + np.arange(count, dtype=np.float64))
+    def _by_rows(self, rows: int, count: int) -> Floats:
+        """[count] seconds at pace 1 of `rows` rows and of each number after it."""
+        if self._read is None:  # once, until the curve bends: a draft asks before each of its steps
+            never_falling = _never_falling(self._curve, self._seen)
+            self._read = np.interp(np.arange(self._knots[-1] + 1.0), self._knots, never_falling)
+        if rows + count <= len(self._read):
+            return self._read[rows : rows + count]
+        known = np.arange(len(self._read), dtype=np.float64)
+        return _interpolate(rows + np.arange(count, dtype=np.float64), known, self._read)
 
     def _near(self, rows: int) -> list[tuple[int, float]]:
         """(knot, share) of the one or two knots that say what `rows` cost."""
@@ -217,7 +213,7 @@ class PassCost:
             step = share / (1.0 + min(self._seen[knot], SURE))
             self._curve[knot] = max(old + step * (seen_s - old), 0.5 * old)
             self._seen[knot] = min(self._seen[knot] + share, SURE)
-        self._read = self._whole = None
+        self._read = None
 
 
 def _told(seconds: float) -> str:
