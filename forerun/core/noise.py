@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-
-
-_ROUNDS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+"""Shift and factor of each round of mixing; a last shift follows."""
+_LAST = 31
 
 
 class Domain(IntEnum):
@@ -28,9 +28,9 @@ class Domain(IntEnum):
 
 
 def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+    for shift, factor in _ROUNDS:
+        value = ((value ^ (value >> shift)) * factor) & _MASK
+    return value ^ (value >> _LAST)
 
 
 def _stream(seed: int, position: int, domain: Domain) -> int:
@@ -49,9 +49,9 @@ def uniforms(seed: int, position: int, ids: NDArray[np.int64], domain: Domain = 
     value += np.uint64(_stream(seed, position, domain))
     shifted = np.empty_like(value)
     for shift, factor in _ROUNDS:
-        value ^= np.right_shift(value, shift, out=shifted)
-        value *= factor
-    value ^= np.right_shift(value, np.uint64(31), out=shifted)
+        value ^= np.right_shift(value, np.uint64(shift), out=shifted)
+        value *= np.uint64(factor)
+    value ^= np.right_shift(value, np.uint64(_LAST), out=shifted)
     value >>= np.uint64(32)
     numbers = value.astype(np.float64)
     numbers += 0.5
@@ -64,13 +64,6 @@ def uniform(seed: int, position: int, domain: Domain) -> float:
     return ((_mix((_stream(seed, position, domain) + _GAMMA) & _MASK) >> 32) + 0.5) * 2.0**-32
 
 
-def exponentials(
-    seed: int, position: int, ids: NDArray[np.int64], domain: Domain = Domain.COUPLED
-) -> NDArray[np.float64]:
-    """[len(ids)] float64 of Exp(1): -log1p(-u), which is finest near 0, where the race is decided."""
-    return exponential(uniforms(seed, position, ids, domain))
-
-
 def exponential(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Uniform numbers in (0, 1) as Exp(1)."""
+    """Uniform numbers in (0, 1) as Exp(1): -log1p(-u), which is finest near 0, where a race is decided."""
     return -np.log1p(-numbers)

@@ -24,7 +24,7 @@ from forerun.core.law import (
     point_mass,
     residual,
 )
-from forerun.core.noise import Domain, exponentials, uniform
+from forerun.core.noise import Domain, exponential, uniform, uniforms
 from forerun.core.params import Sampling
 from forerun.core.tree import NodeLaw
 
@@ -188,7 +188,7 @@ def test_greedy_and_runner_up_follow_the_one_order(logits: list[float]) -> None:
 def test_a_race_is_the_argmin_of_time(logits: list[float], sampling: Sampling, seed: int, position: int) -> None:
     law = filtered(row(*logits), sampling)
     first, second = law.race(seed, position)
-    times = {t: float(exponentials(seed, position, np.array([t]))[0]) / law.of(t) for t in law.ids.tolist()}
+    times = {t: float(exponential(uniforms(seed, position, np.array([t])))[0]) / law.of(t) for t in law.ids.tolist()}
     order = sorted(times, key=times.__getitem__)
     assert first == order[0]
     assert second == (order[1] if len(order) > 1 else None)
