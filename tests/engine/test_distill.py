@@ -44,16 +44,6 @@ class Cut(Exception):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model(tmp_path_factory.mktemp("target"), layers=3, eos=END)
-
-
-@pytest.fixture(scope="module")
-def target(folder: str) -> Any:
-    return load_causal_lm(folder, "float32", attention=WIDE)
-
-
-@pytest.fixture(scope="module")
 def turns(folder: str) -> Turns:
     return Turns.of(TextModel.load(folder))
 

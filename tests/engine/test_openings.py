@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import tiny_model
 from typer.testing import CliRunner
 
 from forerun.cli import app
@@ -22,21 +21,11 @@ from forerun.runtime.distill.student import begin_from, save_student, student_of
 from forerun.runtime.distill.turns import Turns
 from forerun.runtime.distill.wide import WIDE
 from forerun.runtime.distill.writing import Beginning, Conversations, Kind, write
-from forerun.runtime.models import load_causal_lm, revision
+from forerun.runtime.models import revision
 from forerun.text import TextModel
 
 VOCAB, END, LENGTH = 256, 1, 96
 LINES = "Translate:\nSum up: {document}\n{document}\\nWho was\n"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model(tmp_path_factory.mktemp("target"), layers=3, eos=END)
-
-
-@pytest.fixture(scope="module")
-def target(folder: str) -> Any:
-    return load_causal_lm(folder, "float32", attention=WIDE)
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,20 @@ def test_company(model: TransformersModel, one_by_one: NDArray[np.float32], comp
     assert np.array_equal(chunked(model, [6], company), one_by_one)
 
 
+@pytest.mark.parametrize("others", [1, 3, 4, 6])
+@pytest.mark.parametrize("rows", [1, 4, 5])
+def test_few_runs_and_more(model: TransformersModel, one_by_one: NDArray[np.float32], others: int, rows: int) -> None:
+    """Up to four runs of up to four rows are one group, more are not."""
+    kv, company = KV(model.pages), [KV(model.pages) for _ in range(others)]
+    start = LENGTH - 1
+    model.forward([Run(kv.extend(start), TOKENS[:start], 0, 1)])
+    runs = [Run(kv.extend(1), TOKENS[start:], start, 1)]
+    runs += [Run(other.extend(rows), TOKENS[:rows], 0, rows) for other in company]
+    assert np.array_equal(model.forward(runs)[0][0], one_by_one[start])
+    for each in (kv, *company):
+        each.release()
+
+
 def plainly(model: TransformersModel, tokens: tuple[int, ...], logit_rows: int) -> NDArray[np.float32]:
     kv = KV(model.pages)
     rows = model.forward([Run(kv.extend(len(tokens)), tokens, 0, logit_rows)])[0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from forerun.core.errors import ModelRefused
 from forerun.core.pages import KV
+from forerun.runtime import sim
 from forerun.runtime.passes import Run
 from forerun.runtime.sim import SimModel, SimSpec
 
@@ -33,6 +36,23 @@ def test_times_are_as_stated() -> None:
         model = SimModel(spec, draft, sleep=slept.append)
         model.forward([Run(KV(model.pages).extend(3), tokens, 0, 1)])
     assert slept == pytest.approx([2.3, 0.5], abs=0.1)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.0001, 0.5])
+def test_a_pass_ends_when_it_says_or_when_its_process_is_woken(late_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+
+    def sleep(seconds: float) -> None:
+        assert seconds >= 0.0
+        now[0] += seconds + late_s
+
+    def look() -> float:
+        now[0] += 1e-6
+        return now[0]
+
+    monkeypatch.setattr(sim, "time", SimpleNamespace(sleep=sleep, perf_counter=look))
+    sim._sleep(0.002)
+    assert now[0] - 10.0 == pytest.approx(max(0.002, 0.002 - sim.EARLY_S + late_s), abs=5e-6)
 
 
 def test_text_follows_what_the_columns_hold() -> None:

@@ -26,6 +26,13 @@ def second(acceptance: Acceptance, sure: float | None, share: float) -> float:
     return next(acceptance.others(sure, (share,)))
 
 
+@given(SURENESS, SHARES, st.floats(0.0, 1.0))
+def test_a_bound_leaves_out_only_what_is_below_it(sure: float | None, shares: list[float], least: float) -> None:
+    every, some = list(Acceptance().others(sure, shares)), list(Acceptance().others(sure, shares, least))
+    assert some == every[: len(some)]
+    assert all(chance < least for chance in every[len(some) :])
+
+
 # --- a draft's own guesses -----------------------------------------------------------------------------
 
 
