@@ -252,12 +252,12 @@ def _mean(values: list[float | None]) -> float | None:
 
 def _show(rows: list[dict[str, Any]], figures: dict[str, Any]) -> None:
     took = figures["costs_ms"]
-    table = Table(title="decoding, times plain", box=None)
+    table = Table(title="decoding, times plain; the last row: all positions, and geometric means of speeds", box=None)
     headings = ("category", "accepted", "runner-up", "named", "model", "measured", "of model", "of assisted")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "category" else "right")
     names = ("acceptance", "runner_up", "siblings", "model", "speedup", "of_model", "of_assisted")
-    for row in [*rows, {"category": "geometric mean", **figures}]:
+    for row in [*rows, {"category": "all (speeds: mean)", **figures}]:
         table.add_row(row["category"], *("-" if row[name] is None else f"{row[name]:.2f}" for name in names))
     console = Console(width=110)
     console.print(table)
