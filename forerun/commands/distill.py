@@ -43,7 +43,7 @@ def distill(
         bool, typer.Option("--resume/--no-resume", help="Go on with the training in OUT, or begin it afresh.")
     ] = True,
 ) -> None:
-    """Make a small draft for a target, trained on what the target writes and thinks; no other data."""
+    """Make a small draft for a target, trained on what the target writes and thinks after a question's first words."""
     from forerun.runtime.distill.pipeline import DistillOptions, make_draft
     from forerun.runtime.memory import keep_workspace
 

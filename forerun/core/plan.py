@@ -68,9 +68,10 @@ def plan_pass(
 ) -> list[Share[Key]]:
     """Divide `row_budget` rows, in the order given where it does not reach (rotate it to be fair).
 
-    Decoding first, then prompt chunks of at most `chunk` rows, then nodes, best first over all
-    sequences. Prompts may make a pass `slowdown` times as long as decoding alone would; nodes are those that
-    would pay without them, or a pass that is long already would grow by all that comes cheap then.
+    Decoding first, then prompt chunks of at most `chunk` rows, then nodes, best first over all sequences: of all nodes,
+    or of each sequence's likeliest line alone, whichever commits more. Prompts may make a pass `slowdown` times as
+    long as decoding alone would; nodes are those that would pay without them, or a pass that is long already would
+    grow by all that comes cheap then.
     Returns shares in the order of `waiting`, without those that got nothing.
     """
     debts, load, decoding = _debts(waiting, row_budget, chunk, cost, slowdown)

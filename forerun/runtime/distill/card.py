@@ -74,10 +74,6 @@ def card(made: Making, result: Evaluation) -> str:
     ]
     table = "\n".join(f"| {name} | {_agreement(found)} |" for name, found in rows)
     written = made.conversations + made.held_out
-    before = "" if made.before is None else "\nIt began as another draft of this target"
-    before += (
-        f", of which the same section says:\n\n{_quoted(made.before)}\n" if made.before else ".\n" if before else ""
-    )
     warmths = ", ".join(f"{warmth:g}" for warmth in made.temperatures)
     return f"""{front}# A draft for {made.target}
 
@@ -111,11 +107,11 @@ A step takes {result.draft_ms:.2f} ms, a pass of the target {result.target_ms:.2
 
 No text from outside but the first words of questions, and no benchmark prompts: the target wrote both sides of
 {written} conversations within its own chat template, {made.tokens} tokens with the template's; questions at
-temperature 1, answers at {warmths}. Of most
-questions the first words were given, of {made.openings} kinds; texts within them are other answers of the target.
+temperature 1, answers at {warmths}. Of most questions the first words were given, of {made.openings} kinds; texts
+within them are other answers of the target.
 {made.steps} steps of {made.rows} conversations on the target's distributions, seed {made.seed}.
 Time of the run that finished it: {seconds}.
-{before}"""
+{_begun(made.before)}"""
 
 
 def plot(history: Sequence[Point], title: str) -> str:
@@ -149,8 +145,14 @@ def plot(history: Sequence[Point], title: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _quoted(text: str) -> str:
-    return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
+def _begun(before: str | None) -> str:
+    """What is said of the draft that it began as."""
+    if before is None:
+        return ""
+    if not before:
+        return "\nIt began as another draft of this target.\n"
+    quoted = "\n".join(f"> {line}".rstrip() for line in before.splitlines())
+    return f"\nIt began as another draft of this target, of which the same section says:\n\n{quoted}\n"
 
 
 def _agreement(found: Agreement) -> str:

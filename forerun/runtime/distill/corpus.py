@@ -31,7 +31,7 @@ HELD_OUT = 16
 
 @dataclass(frozen=True, slots=True)
 class DataPlan:
-    """What decides every token of a shard, beside its number."""
+    """What decides every token of a shard, beside its number (through its documents, those of the shards before)."""
 
     target_revision: str
     dtype: str  # of the target
@@ -72,7 +72,8 @@ class DataPlan:
         if not (folder / ABOUT).exists():
             raise InvalidRequest(f"{folder} holds no data; only the first folder named is written to")
         _compare(folder, _COMMON | {name: getattr(self, name) for name in ROW}, "they cannot be trained on together")
-        if all(_read_about(folder).get(name, _BEFORE.get(name)) == value for name, value in self._stated().items()):
+        found = _read_about(folder)
+        if all(found.get(name) == value for name, value in self._stated().items()):
             raise InvalidRequest(f"{folder} is made with the same seed and options as the first: the same data again")
         count = next(number for number in itertools.count() if not shard(folder, number).exists())
         if not count:
@@ -91,17 +92,16 @@ ROW = ("target_revision", "dtype", "length")
 def _compare(folder: Path, wanted: dict[str, Any], advice: str) -> None:
     found = _read_about(folder)
     for name, value in wanted.items():
-        theirs = found.get(name, _BEFORE.get(name))
-        if theirs != value:
+        if found.get(name) != value:
             raise InvalidRequest(
-                f"{folder} holds data made with {name} {theirs!r}, and {value!r} was asked for; {advice}"
+                f"{folder} holds data made with {name} {found.get(name)!r}, and {value!r} was asked for; {advice}"
             )
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
     path = folder / ABOUT
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return _BEFORE | dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"{path} is not JSON: {error}; name another folder for the data") from error
 
